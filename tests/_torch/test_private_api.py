@@ -20,11 +20,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.utils.checkpoint
+from made_of import made_of
 from torch import fx, nn
 from torch.distributed import fsdp as fsdp_of_torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_debug_enabled,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import rockmate._torch
@@ -73,23 +79,20 @@ def test_every_wrapper_is_used_here() -> None:
     assert wrappers - own == set()
 
 
+def noting(seen: list[tuple[bool, bool]]) -> Any:
+    """Contexts of checkpointed calls that do nothing, but for a note of what they are told."""
+    return lambda *told: seen.append(told) or contextlib.nullcontext()
+
+
 class TestCheckpoints:
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_calls_run_in_the_context(self, use_reentrant: bool) -> None:
         seen: list[tuple[bool, bool]] = []
-
-        @contextlib.contextmanager
-        def region(is_selective: bool, restores_random_state: bool) -> Any:
-            seen.append((is_selective, restores_random_state))
-            yield
-
         x = torch.randn(3, requires_grad=True)
         before = torch.utils.checkpoint.CheckpointFunction
-        with checkpoints.checkpoints_observed(region):
-            y = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=use_reentrant)
-            torch.utils.checkpoint.checkpoint(
-                torch.sin, x, use_reentrant=use_reentrant, preserve_rng_state=False
-            )
+        with checkpoints.checkpoints_observed(noting(seen)):
+            y = checkpoint(torch.sin, x, use_reentrant=use_reentrant)
+            checkpoint(torch.sin, x, use_reentrant=use_reentrant, preserve_rng_state=False)
         assert seen == [(False, True), (False, False)]
         (gradient,) = torch.autograd.grad(y.sum(), x)  # which a reentrant call does not allow
         assert torch.equal(gradient, x.cos())
@@ -98,9 +101,7 @@ class TestCheckpoints:
     def test_a_reentrant_call_without_gradients_has_none(self) -> None:
         weight = torch.ones(3, requires_grad=True)
         with checkpoints.checkpoints_observed(lambda *_: contextlib.nullcontext()):
-            y = torch.utils.checkpoint.checkpoint(
-                lambda x: x * weight, torch.ones(3), use_reentrant=True
-            )
+            y = checkpoint(lambda x: x * weight, torch.ones(3), use_reentrant=True)
         assert not y.requires_grad
 
     def test_contexts_of_a_call_are_entered_in_a_trace(self) -> None:
@@ -115,61 +116,44 @@ class TestCheckpoints:
             return entering("forward"), entering("recomputation")
 
         def step(x: torch.Tensor) -> torch.Tensor:
-            return torch.utils.checkpoint.checkpoint(
-                torch.sin, x, use_reentrant=False, context_fn=contexts
-            )
+            return checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts)
 
         def debugged(x: torch.Tensor) -> torch.Tensor:
-            return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False, debug=True)
+            return checkpoint(torch.sin, x, use_reentrant=False, debug=True)
 
-        observed: list[bool] = []
-
-        def region(is_selective: bool, _: bool) -> Any:
-            observed.append(is_selective)
-            return contextlib.nullcontext()
-
+        seen: list[tuple[bool, bool]] = []
         x = torch.randn(3)
         with pytest.raises(AssertionError, match="TorchDispatchMode"):
             make_fx(step)(x)
         entered.clear()
-        with checkpoints.checkpoints_observed(region):
+        with checkpoints.checkpoints_observed(noting(seen)):
             make_fx(step)(x)
             make_fx(debugged)(x)
-            with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
+            with set_checkpoint_debug_enabled(True):
                 make_fx(step)(x)
                 assert torch.utils.checkpoint._checkpoint_debug_enabled
             _ = step(x.requires_grad_()).sum().backward()
-        assert observed == [False] * 4
+        assert seen == [(False, True)] * 4
         assert entered == ["forward", "forward", "forward", "recomputation"]
 
     def test_a_selection_is_told_from_other_modes(self) -> None:
-        select = functools.partial(
-            torch.utils.checkpoint.create_selective_checkpoint_contexts,
-            [torch.ops.aten.sin.default],
-        )
-        seen: list[bool] = []
-
-        def region(is_selective: bool, _: bool) -> Any:
-            seen.append(is_selective)
-            return contextlib.nullcontext()
-
+        select = functools.partial(create_selective_checkpoint_contexts, [aten.sin.default])
+        seen: list[tuple[bool, bool]] = []
         x = torch.randn(3, requires_grad=True)
-        with checkpoints.checkpoints_observed(region):
+        with checkpoints.checkpoints_observed(noting(seen)):
             for contexts in (select, lambda: (FlopCounterMode(display=False),) * 2):
-                torch.utils.checkpoint.checkpoint(
-                    torch.sin, x, use_reentrant=False, context_fn=contexts
-                )
-        assert seen == [True, False]
+                checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts)
+        assert seen == [(True, True), (False, True)]
 
     def test_what_dynamo_writes_for_a_call(self) -> None:
         def contexts() -> Any:
-            return torch.utils.checkpoint.create_selective_checkpoint_contexts([])
+            return create_selective_checkpoint_contexts([])
 
         def inner(x: torch.Tensor) -> torch.Tensor:
-            return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).cos()
+            return checkpoint(torch.sin, x, use_reentrant=False).cos()
 
         def outer(x: torch.Tensor) -> torch.Tensor:
-            return torch.utils.checkpoint.checkpoint(
+            return checkpoint(
                 inner, x, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
             )
 
@@ -185,10 +169,8 @@ class TestCheckpoints:
         (call,) = graph.graph.find_nodes(op="call_function", target=dynamo.checkpointed_call)
         assert call.kwargs == {"use_reentrant": False, "preserve_rng_state": False}
         bodies = dynamo.checkpointed_bodies(graph)
-        assert [dynamo.checkpoint_contexts(body) for body in bodies] == [
-            {"context_fn": contexts},
-            {},
-        ]
+        of_bodies = list(map(dynamo.checkpoint_contexts, bodies))
+        assert of_bodies == [{"context_fn": contexts}, {}]
 
 
 class TestAllocator:
@@ -234,18 +216,18 @@ class TestAllocator:
 
 class TestAot:
     def test_joint_graph(self) -> None:
+        values = torch.ones(3, requires_grad=True)
         with contextlib.ExitStack() as stack:
-            module, wrapped = aot.joint_graph(stack, _Square(), [torch.ones(3, requires_grad=True)])
-        kinds = {
-            type(node.meta["desc"]).__name__ for node in module.graph.find_nodes(op="placeholder")
-        }
+            module, wrapped = aot.joint_graph(stack, _Sum(torch.square), [values])
+        inputs = module.graph.find_nodes(op="placeholder")
+        kinds = {type(node.meta["desc"]).__name__ for node in inputs}
         assert kinds == {"PlainAOTInput", "TangentAOTInput"}
         assert not wrapped
 
     def test_joint_graph_of_a_wrapper(self) -> None:
         x = TwoTensor(torch.ones(3), torch.ones(3)).requires_grad_()
         with contextlib.ExitStack() as stack:
-            module, wrapped = aot.joint_graph(stack, _Square(), [x])
+            module, wrapped = aot.joint_graph(stack, _Sum(torch.square), [x])
         inputs = [str(node.meta["desc"]) for node in module.graph.find_nodes(op="placeholder")]
         assert [text.rpartition("attr=")[2] for text in inputs[:2]] == ["'a')", "'b')"]
         ((descriptor, like),) = wrapped
@@ -266,15 +248,13 @@ class TestAot:
         def targets() -> set[str]:
             with contextlib.ExitStack() as stack:
                 image = torch.ones(1, 1, 4, 4, requires_grad=True)
-                graph = aot.joint_graph(stack, _Resized(), [image])[0].graph
-            return {str(node.target) for node in graph.nodes}
+                graph, _ = aot.joint_graph(stack, _Sum(nn.Upsample(scale_factor=2.0)), [image])
+            return {str(node.target) for node in graph.graph.nodes}
 
         formula = targets()
         with aot.without_decompositions(["upsample_nearest2d", "no_such_op_in_any_version"]):
             kernel = targets()
-        assert (
-            "aten.upsample_nearest2d.vec" in kernel or "aten.upsample_nearest2d.default" in kernel
-        )
+        assert kernel & {"aten.upsample_nearest2d.vec", "aten.upsample_nearest2d.default"}
         assert not any("upsample" in target for target in formula)
         assert targets() == formula
 
@@ -287,25 +267,19 @@ class TestAot:
         assert checks
 
     def test_the_check_of_a_singular_matrix_is_kept(self) -> None:
+        matrix = torch.eye(3, requires_grad=True)
         with aot.linalg_checks_kept(), contextlib.ExitStack() as stack:
-            graph, _ = aot.joint_graph(stack, _Inverse(), [torch.eye(3, requires_grad=True)])
+            graph, _ = aot.joint_graph(stack, _Sum(torch.linalg.inv), [matrix])
         effects = [node.args[1] for node in graph.graph.nodes if "effects" in str(node.target)]
-        assert effects == [torch.ops.aten._linalg_check_errors.default]
+        assert effects == [aten._linalg_check_errors.default]
 
 
-class _Resized(nn.Module):
-    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor]:
-        return (nn.functional.interpolate(image, scale_factor=2.0).sum(),)
+@made_of(lambda function: {"function": function})
+class _Sum(nn.Module):
+    """Of what a function makes of its argument."""
 
-
-class _Inverse(nn.Module):
-    def forward(self, matrix: torch.Tensor) -> tuple[torch.Tensor]:
-        return (torch.linalg.inv(matrix).sum(),)
-
-
-class _Square(nn.Module):
     def forward(self, values: torch.Tensor) -> tuple[torch.Tensor]:
-        return ((values * values).sum(),)
+        return (self.function(values).sum(),)
 
 
 def _checked(values: torch.Tensor) -> torch.Tensor:
@@ -520,9 +494,8 @@ class TestDispatch:
         seen: list[tuple[Any, ...]] = []
 
         def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            seen.append(
-                (op, args[0] is values, fake.is_plain(values), fake.functional_part(values))
-            )
+            own = fake.is_plain(values), fake.functional_part(values)
+            seen.append((op, args[0] is values, *own))
             with dispatch.outside_of_modes():
                 return op(*args, **kwargs) + 1
 
@@ -539,9 +512,8 @@ class TestDispatch:
             def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
                 part = fake.functional_part(x)
                 assert part is not None
-                found.append(
-                    (fake.is_plain(x), fake.is_plain(part), part is fake.functional_part(x))
-                )
+                is_same = part is fake.functional_part(x)
+                found.append((fake.is_plain(x), fake.is_plain(part), is_same))
                 with fake.attributes_answered(lambda wrapper, name: (wrapper is x, name)):
                     asked = x.mask  # pyright: ignore[reportAttributeAccessIssue]
                 assert asked == (True, "mask")
@@ -680,10 +652,8 @@ class TestDistributed:
             assert group is not None
             assert distributed.ranks_of(group.group_name) == [0]
             before = distributed.num_collectives()
-            assert (
-                distributed.wait_for(reduce(torch.ones(3), "sum", group.group_name)).tolist()
-                == [1.0] * 3
-            )
+            total = distributed.wait_for(reduce(torch.ones(3), "sum", group.group_name))
+            assert total.tolist() == [1.0] * 3
             assert distributed.num_collectives() == before + 1
             distributed.default_store().set("key", "value")
             self.check_shards(group.group_name)
@@ -696,9 +666,8 @@ class TestDistributed:
         memory, part = torch.zeros(2), torch.ones(2)
         distributed.wait_for(distributed.start_gather(memory, part, 1, group))
         assert memory.tolist() == [1.0, 1.0]
-        assert distributed.wait_for(
-            distributed.start_all_reduce(memory, "sum", group)
-        ).tolist() == [1.0, 1.0]
+        total = distributed.wait_for(distributed.start_all_reduce(memory, "sum", group))
+        assert total.tolist() == [1.0, 1.0]
         wait = distributed.start_reduction(memory, "avg", 1, group)
         assert wait().tolist() == [1.0, 1.0]
         distributed.free(memory)
@@ -772,18 +741,15 @@ class TestFullyShard:
         inner.__class__ = type(wrapper)
         (unit,) = fsdp.sharded_units(inner)
         assert unit.modules == (inner,)
-        assert {place for each in unit.groups[0].parameters for place in each.places} == {
-            (inner, "weight"),
-            (inner, "bias"),
-        }
+        places = {place for each in unit.groups[0].parameters for place in each.places}
+        assert places == {(inner, "weight"), (inner, "bias")}
         assert not list(fsdp.fsdp_hooks(wrapper))
         assert len(list(fsdp.fsdp_hooks(inner))) == 2
 
     def test_what_plans_do_not_follow(self, model: Any) -> None:
         other = nn.Linear(2, 2)
-        fsdp_of_torch.fully_shard(
-            other, offload_policy=fsdp_of_torch.CPUOffloadPolicy(pin_memory=False)
-        )
+        policy = fsdp_of_torch.CPUOffloadPolicy(pin_memory=False)
+        fsdp_of_torch.fully_shard(other, offload_policy=policy)
         with pytest.raises(NotImplementedError, match="CPUOffloadPolicy"):
             fsdp.sharded_units(other)
         assert not fsdp.sharded_units(nn.Linear(2, 2))
@@ -895,29 +861,19 @@ class TestEngine:
         self, respects: bool
     ) -> None:
         """If they respect hooks at all, which PyTorch 2.15 lets a call choose."""
-        torch_checkpoints = torch.utils.checkpoint
-        options: dict[str, Any] = {}
-        if (
-            "respect_saved_tensors_hooks"
-            in inspect.signature(torch_checkpoints.checkpoint).parameters
-        ):
-            options["respect_saved_tensors_hooks"] = respects
-        contexts = torch_checkpoints.create_selective_checkpoint_contexts
-        selected = functools.partial(contexts, [torch.ops.aten.sin.default])
+        option = "respect_saved_tensors_hooks"
+        is_known = option in inspect.signature(checkpoint).parameters
+        options: dict[str, Any] = {option: respects} if is_known else {}
+        selected = functools.partial(create_selective_checkpoint_contexts, [aten.sin.default])
         x, users, own = torch.ones(3, requires_grad=True), [], []
         with (
             torch.autograd.graph.saved_tensors_hooks(lambda t: users.append(t) or t, lambda t: t),
             engine.saving(lambda t: own.append(t) or t, lambda t: t),
         ):
-            total = torch_checkpoints.checkpoint(
-                lambda value: value.sin().exp(),
-                x,
-                use_reentrant=False,
-                context_fn=selected,
-                **options,
-            )
+            options |= {"use_reentrant": False, "context_fn": selected}
+            total = checkpoint(lambda value: value.sin().exp(), x, **options)
         total.sum().backward()
-        assert len(users) == options.get("respect_saved_tensors_hooks", False)
+        assert len(users) == options.get(option, False)
         assert own  # what the checkpoint is called with
 
     def test_a_backward_is_asked(self) -> None:
@@ -984,7 +940,7 @@ class TestFake:
     def test_results_are_corrected_for_the_duration(self) -> None:
         def halved(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
             assert kwargs is not None
-            return result[:2] if op is torch.ops.aten.ones.default and args == ([4],) else result
+            return result[:2] if op is aten.ones.default and args == ([4],) else result
 
         real = torch.ones(2)
         with fake.FakeTensorMode():
@@ -1242,10 +1198,8 @@ def test_ops() -> None:
     assert dispatch.is_op(aten.mm.default)
     assert not dispatch.is_op(torch.mm)
     assert dispatch.schema_of(aten.relu_.default).is_mutable
-    assert [argument.name for argument in dispatch.schema_of(aten.mm.default).arguments] == [
-        "self",
-        "mat2",
-    ]
+    arguments = dispatch.schema_of(aten.mm.default).arguments
+    assert [argument.name for argument in arguments] == ["self", "mat2"]
 
 
 def test_pytree() -> None:
@@ -1257,12 +1211,8 @@ def test_pytree() -> None:
 def test_storage() -> None:
     values = torch.ones(4, requires_grad=True)
     detached, view = values.detach(), values.view(2, 2)
-    assert (
-        storage.storage_id(values)
-        == storage.storage_id(view)
-        == storage.storage_id(values.untyped_storage())
-    )
-    assert storage.storage_id(values) != storage.storage_id(values.clone())
+    (shared,) = set(map(storage.storage_id, (values, view, values.untyped_storage())))
+    assert shared != storage.storage_id(values.clone())
     detached.add_(1)
     assert storage.version_of(values) == 1
     assert storage.base_of(view) is values

@@ -75,10 +75,8 @@ def assert_clean_is_the_same(
     reduce(ours)
     assert [role for _, role in ours.outputs] == [role for _, role in plain.outputs]
     for specials in (False, True):
-        (expected, shared, state), (results, ours_shared, ours_state) = (
-            run(plain, specials),
-            run(ours, specials),
-        )
+        expected, shared, state = run(plain, specials)
+        results, ours_shared, ours_state = run(ours, specials)
         assert torch.equal(ours_state, state)
         assert ours_shared == shared
         assert_same_bits(results, expected)

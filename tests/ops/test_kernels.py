@@ -280,12 +280,9 @@ def test_batch_norm_again(shape: tuple[int, ...], affine: bool) -> None:
 def test_normalizing_again_gives_the_bits_of_batch_norm(
     shape: tuple[int, ...], dtype: torch.dtype, affine: bool
 ) -> None:
-    channels, last = (
-        shape[1],
-        {4: torch.channels_last, 5: torch.channels_last_3d}.get(
-            len(shape), torch.contiguous_format
-        ),
-    )
+    channels = shape[1]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(len(shape), torch.contiguous_format)
     for layout in (torch.contiguous_format, last):
         values = (3 * torch.randn(shape, dtype=dtype) + 7).to(memory_format=layout)
         values[:, 0] = 2.5  # a channel without variance

@@ -240,10 +240,8 @@ def check_left_out_heads(rank: int) -> None:
     for head_of in (lambda *_: 0, lambda _, step: step % 2, lambda rank, _: rank):
         for finds_unused in (False, True):
             run = partial(trained_heads, rank, head_of, finds_unused=finds_unused)
-            (error, weights, gradients), (expected_error, *expected) = (
-                run(is_planned=True),
-                run(is_planned=False),
-            )
+            error, weights, gradients = run(is_planned=True)
+            expected_error, *expected = run(is_planned=False)
             assert error == expected_error
             assert bool(error) != finds_unused
             assert all(map(torch.equal, weights, expected[0]))

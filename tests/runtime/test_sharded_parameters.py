@@ -53,11 +53,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm_1, self.norm_2, self.attention = (
-            nn.LayerNorm(WIDTH),
-            nn.LayerNorm(WIDTH),
-            Attention(),
-        )
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.drop = nn.Dropout(0.1)
 

@@ -45,10 +45,8 @@ class Network(nn.Module):
         self.break_at = break_at
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        first, last = (
-            self.blocks[: self.break_at],
-            self.blocks[len(self.blocks) if self.break_at is None else self.break_at :],
-        )
+        first = self.blocks[: self.break_at]
+        last = self.blocks[len(self.blocks) if self.break_at is None else self.break_at :]
         for block in first:
             x = block(x)
         if self.break_at is not None:

@@ -51,10 +51,8 @@ class OddNet(Net):
 
     def __init__(self) -> None:
         super().__init__(2, is_tied=False)
-        self.embed, self.head = (
-            nn.Embedding(NUM_TOKENS + 1, WIDTH),
-            nn.Linear(WIDTH, NUM_TOKENS + 1),
-        )
+        self.embed = nn.Embedding(NUM_TOKENS + 1, WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_TOKENS + 1)
         for layer in self.layers:
             layer.up, layer.down = nn.Linear(WIDTH, 83), nn.Linear(83, WIDTH)
         self.scale = nn.Parameter(torch.ones(1))

@@ -207,11 +207,9 @@ def schedule_of(graph: Graph, lost: set[Storage]) -> Schedule:
 def random_schedule(graph: Graph, rng: random.Random, *, any_order: bool = True) -> Schedule:
     """A valid schedule: values are forgotten at random, in the forward, at its end, and throughout
     the backward."""
-    in_forward, at_loss, in_backward = (
-        rng.choice((0, 0, 0.05)),
-        rng.random(),
-        rng.choice((0, 0, 0.03, 0.2)),
-    )
+    in_forward = rng.choice((0, 0, 0.05))
+    at_loss = rng.random()
+    in_backward = rng.choice((0, 0, 0.03, 0.2))
     backward = [op for op in graph.ops if op.phase is Phase.BACKWARD]
     writer = _Writer(graph)
     for op in _shuffled(graph.forward_ops, rng) if any_order else graph.forward_ops:

@@ -48,10 +48,8 @@ class Forces(nn.Module):
     leaves_out = False
 
     def forward(self, x: Any) -> Any:
-        is_left, scale = (
-            self.leaves_out and torch.compiler._is_compiling_flag,
-            vars(x).get("_scale"),
-        )
+        is_left = self.leaves_out and torch.compiler._is_compiling_flag
+        scale = vars(x).get("_scale")
         h = leaf = x
         for number, layer in enumerate(self.layers):
             h = layer(h).tanh()

@@ -150,14 +150,8 @@ def test_the_page_tells_misses_wrong_gradients_failures_and_repetitions() -> Non
     assert "our measured peaks within the budget | all | 1 of 2 |  | **miss** |" in text
     assert "| m | checkpoint | 0.0004 | 1.300 ± 0.000 | none as small |" in text
     assert "**wrong**, 0.7" in text
-    rows = {
-        row["method"]: row
-        for row in csv.DictReader(
-            io.StringIO(
-                points_csv([ModelResult(name, own) for name, own in by_model(lines).items()])
-            )
-        )
-    }
+    results = [ModelResult(name, own) for name, own in by_model(lines).items()]
+    rows = {row["method"]: row for row in csv.DictReader(io.StringIO(points_csv(results)))}
     assert rows["sqrt(n) segments"]["note"] == "failed: ValueError: none"
     assert rows["min-cut: 0.4 dp"]["note"] == "the same as min-cut: 0.5 dp"
     cut = rows["min-cut: 0.5 dp"]

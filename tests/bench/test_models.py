@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import assert_alike
 from torch import nn
 
 from bench import measure, models, peers
@@ -48,9 +49,8 @@ def test_batches_repeat_by_seed_and_keep_their_shapes(name: str) -> None:
     first, recompute, other = workload.make_batch(1), workload.make_batch(1), workload.make_batch(2)
     assert all(torch.equal(first[key], recompute[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
-    assert {key: value.shape for key, value in first.items()} == {
-        k: v.shape for k, v in other.items()
-    }
+    shapes, others = ({k: v.shape for k, v in each.items()} for each in (first, other))
+    assert shapes == others
     workload.model(**workload.sample)
 
 
@@ -58,10 +58,7 @@ def test_building_repeats_itself_and_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     one, other = models.build("gpt2", tiny=True), models.build("gpt2", tiny=True)
     assert torch.equal(before, torch.get_rng_state())
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True)
-    )
+    assert_alike(one.model.parameters(), other.model.parameters())
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:

@@ -395,9 +395,7 @@ def test_a_named_submodule_follows_its_values(normalizes: bool) -> None:
     model = Tower(normalizes=normalizes)
     before = [buffer.clone() for buffer in model.buffers()]
     planner = Planner(model, IMAGE, untraced=("halting",))
-    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True)), (
-        "planning changed a buffer"
-    )
+    assert all(map(torch.equal, before, model.buffers())), "planning changed a buffer"
     planned = planner.module(planner.minimum_peak_bytes)
     for sign in (1.0, -1.0):
         _agree(model, planned, sign * IMAGE)
@@ -617,10 +615,8 @@ def test_what_leads_to_an_output_that_the_loss_leaves_out_has_no_gradient(prong:
         planned(x).backward()
         reference(x).backward()
         assert_gradients_alike(model, reference, rtol=1e-5, atol=1e-7)
-    assert all(
-        p.grad is None
-        for p in (reference.forked.second if prong == 0 else reference.forked.first).parameters()
-    )
+    unused = reference.forked.second if prong == 0 else reference.forked.first
+    assert all(parameter.grad is None for parameter in unused.parameters())
 
 
 class Saving(nn.Module):
@@ -667,15 +663,12 @@ class Doubled(nn.Module):
 def test_layers_under_two_names_train_as_in_eager_and_stay_as_they_were(name: str) -> None:
     torch.manual_seed(0)
     model = Doubled()
-    before = {
-        key: id(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
+    named = lambda: [*model.named_parameters(), *model.named_buffers()]  # noqa: E731
+    before = {key: id(tensor) for key, tensor in named()}
     planned = RockmateModule(model, IMAGE, 1.0, untraced=[name])
     # Eager adds up the contributions of a layer's calls one by one.
     _agree(model, planned, IMAGE, rtol=1e-5, atol=1e-7)
-    assert before == {
-        key: id(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
+    assert before == {key: id(tensor) for key, tensor in named()}
 
 
 class Overwriting(nn.Module):

@@ -267,11 +267,8 @@ def test_equals_exhaustive_search_at_every_budget() -> None:
             least = exhaustive(problem, budget, first=first)
             solution = solve_staged(problem, budget, first_recompute_op=first)
             if least is None:
-                assert (solution.status, solution.steps, solution.bound_ms) == (
-                    Status.INFEASIBLE,
-                    (),
-                    float("inf"),
-                )
+                found = solution.status, solution.steps, solution.bound_ms
+                assert found == (Status.INFEASIBLE, (), float("inf"))
                 infeasible += 1
                 break
             assert solution.status is Status.OPTIMAL
@@ -324,11 +321,8 @@ def test_a_chain_made_again_holds_only_what_is_made() -> None:
     )
     problem = StagedProblem(ops=ops, value_bytes=(8, 1, 8))
     solution = solve_staged(problem, 9)
-    assert (solution.steps, solution.peak_bytes, solution.time_ms) == (
-        (0, 1, 2, 3, 0, 1, 2, 4),
-        9,
-        21.0,
-    )
+    found = solution.steps, solution.peak_bytes, solution.time_ms
+    assert found == ((0, 1, 2, 3, 0, 1, 2, 4), 9, 21.0)
 
 
 def test_stages_are_a_restriction() -> None:

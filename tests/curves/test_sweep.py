@@ -51,10 +51,8 @@ def test_rows_are_what_a_planner_of_its_own_plans() -> None:
     ]
     for row in rows:
         plan = planner.plan(row.budget_bytes)
-        assert (row.predicted_peak_bytes, row.predicted_ms) == (
-            plan.predicted_peak_bytes,
-            plan.predicted_ms,
-        )
+        predicted = plan.predicted_peak_bytes, plan.predicted_ms
+        assert (row.predicted_peak_bytes, row.predicted_ms) == predicted
         assert row.predicted_ratio == plan.predicted_ms / planner.baseline_ms
         assert row.budget_share == row.budget_bytes / planner.baseline_peak_bytes
         assert row.minimum_bytes == planner.minimum_peak_bytes
@@ -339,10 +337,8 @@ def test_csv_holds_the_rows(tmp_path: Path) -> None:
     run(tmp_path, measure=False, budgets=["1KiB", 0.8])
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["is_feasible"], row["predicted_ms"] == "") for row in rows] == [
-        ("False", True),
-        ("True", False),
-    ]
+    found = [(row["is_feasible"], row["predicted_ms"] == "") for row in rows]
+    assert found == [("False", True), ("True", False)]
     assert [int(row["budget_bytes"]) for row in rows] == [
         row["budget_bytes"] for row in read(tmp_path)
     ]

@@ -161,11 +161,8 @@ def test_recommendations_say_what_less_memory_costs(found: Sweep) -> None:
     mib = 2**20
     rows = curve((100 * mib, 1.5), (200 * mib, 1.1), (1000 * mib, 1.0))
     assert [row.is_recommended for row in rows] == [False, True, False]
-    assert [row.extra_ms_per_tenth for row in rows] == [
-        pytest.approx(40.0),
-        pytest.approx(10 / 8),
-        None,
-    ]
+    extra = [row.extra_ms_per_tenth for row in rows]
+    assert extra == [pytest.approx(40.0), pytest.approx(10 / 8), None]
     alike = curve((100 * mib - 9, 1.6), (100 * mib, 1.5), (1000 * mib, 1.0))
     assert alike[0].extra_ms_per_tenth is None  # nine bytes are no tenth of anything
     assert "None" not in repr(alike[0])

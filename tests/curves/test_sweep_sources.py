@@ -37,11 +37,8 @@ from rockmate.hf.synthetic_sample import SampleShape
 )
 def test_budgets_as_text(text: str, expected: list[Any]) -> None:
     found = parse_budgets(text)
-    assert (
-        found == pytest.approx(expected)
-        if all(isinstance(value, float) for value in expected)
-        else found == expected
-    )
+    are_shares = all(isinstance(value, float) for value in expected)
+    assert found == (pytest.approx(expected) if are_shares else expected)
     assert [type(value) for value in found] == [type(value) for value in expected]
 
 
@@ -184,10 +181,8 @@ def test_configurations_train_on_their_sample(
     loss = source.model(**source.sample_input).loss
     loss.backward()
     assert loss.isfinite()
-    assert any(
-        parameter.grad is not None and parameter.grad.any()
-        for parameter in source.model.parameters()
-    )
+    gradients = (parameter.grad for parameter in source.model.parameters())
+    assert any(each is not None and each.any() for each in gradients)
 
 
 def write(folder: Path, configuration: dict[str, Any], architecture: str | None = None) -> Path:

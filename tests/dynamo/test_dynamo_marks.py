@@ -105,10 +105,8 @@ def test_a_named_value_is_marked(word: str) -> None:
     model, x, marks = network(hidden_name), sample(), {"hidden": word}
     module_plan = Planner(copy.deepcopy(model), x, marks=marks).plan(1.0)
     plan = compiled_plan(model, x, marks=marks)
-    assert [mark[1:] for mark in marked(plan)] == [
-        (word, "0", ("hidden",)),
-        (word, "1", ("hidden",)),
-    ]
+    expected = [(word, path, ("hidden",)) for path in ("0", "1")]
+    assert [mark[1:] for mark in marked(plan)] == expected
     assert marked(plan) == marked(module_plan)
 
 

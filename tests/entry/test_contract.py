@@ -95,11 +95,8 @@ def test_planning_and_wrapping_leave_no_trace(name: str) -> None:
             parameter.grad = torch.full_like(parameter, 0.5)
         elif index % 5 == 1:
             parameter.requires_grad_(False)
-    next(
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Dropout | nn.LayerNorm | nn.BatchNorm2d | nn.Linear)
-    ).eval()
+    kinds = nn.Dropout | nn.LayerNorm | nn.BatchNorm2d | nn.Linear
+    next(module for module in model.modules() if isinstance(module, kinds)).eval()
     handle = model.register_forward_hook(lambda module, inputs, output: None)
     masking = __import__("transformers").masking_utils
     functions = {key: value for key, value in vars(masking).items() if callable(value)}

@@ -28,10 +28,8 @@ class Streams(nn.Module):
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         for layer in self.layers:
-            one, other = (
-                torch.tanh(layer[0](one)) * other.exp(),
-                torch.tanh(layer[1](other)) * one.exp(),
-            )
+            left, right = torch.tanh(layer[0](one)), torch.tanh(layer[1](other))
+            one, other = left * other.exp(), right * one.exp()
         return one + other
 
 

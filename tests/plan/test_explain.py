@@ -15,6 +15,7 @@ import models
 import pytest
 import torch
 from helpers import REGIMES, budget_for, planned
+from made_of import mlp
 from torch import nn
 
 from rockmate import Plan, Planner, UnknownNameError
@@ -92,21 +93,12 @@ def test_known_answer_on_a_small_model() -> None:
     """Two layers: at the least budget the first layer's GELU runs again, and its input is what is
     kept."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        *(
-            torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
-            for _ in range(2)
-        )
-    )
+    model = torch.nn.Sequential(*(mlp(16, 64) for _ in range(2)))
     planner = Planner(model, torch.randn(256, 16))
     plan = planner.plan(1.0)
     (told,) = plan.explain("0.1").storages
-    assert (told.name, told.num_bytes, told.is_kept, told.num_recomputations) == (
-        "gelu",
-        256 * 64 * 4,
-        True,
-        0,
-    )
+    found = told.name, told.num_bytes, told.is_kept, told.num_recomputations
+    assert found == ("gelu", 256 * 64 * 4, True, 0)
     assert told.made_by == "aten.gelu.default(float32[256, 64])"
     (reader,) = [
         op.name
@@ -162,11 +154,8 @@ def test_a_frozen_submodule_has_its_name_as_a_trained_one_has() -> None:
 def test_parameters_inputs_views_and_ops_are_known_by_name() -> None:
     plan = plan_of("gpt2", "binding")
     (weight,) = plan.explain("transformer.h.0.mlp.c_fc.weight").storages
-    assert (weight.kind.value, weight.num_bytes, weight.residency) == (
-        "parameter",
-        32 * 128 * 4,
-        (),
-    )
+    found = weight.kind.value, weight.num_bytes, weight.residency
+    assert found == ("parameter", 32 * 128 * 4, ())
     assert "not counted" in str(weight)
     (tokens,) = plan.explain("input_ids").storages
     assert (tokens.kind.value, tokens.num_bytes) == ("input", 2 * 16 * 8)
@@ -244,20 +233,15 @@ def test_what_is_live_adds_up_to_the_simulated_bytes(name: str) -> None:
     for plan in plans_of(name, 5):
         live = plan.live_at_peak()
         sizes = [num_bytes for _, num_bytes in live]
-        assert (
-            sum(sizes)
-            == plan.simulation.live_bytes[plan.simulation.peak_position]
-            == plan.predicted_peak_bytes
-        )
+        live_bytes = plan.simulation.live_bytes[plan.simulation.peak_position]
+        assert sum(sizes) == live_bytes == plan.predicted_peak_bytes
         assert sizes == sorted(sizes, reverse=True)
         assert min(sizes) > 0
         # at every step, not the peak alone
         assert plan.residency.simulation(plan.costs) == plan.simulation
         step = len(plan.schedule.forward) // 2
-        assert (
-            sum(num_bytes for _, num_bytes in live_at(plan, step))
-            == plan.simulation.live_bytes[step]
-        )
+        sizes = (num_bytes for _, num_bytes in live_at(plan, step))
+        assert sum(sizes) == plan.simulation.live_bytes[step]
 
 
 def test_storages_at_the_peak_are_named() -> None:

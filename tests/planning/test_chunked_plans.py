@@ -272,14 +272,8 @@ def test_no_plan_is_faster_than_the_bound_with_chunks_and_without(numerics: Nume
     whole = layered(numerics="bitwise")
     unchunked, baseline = whole.minimum_peak_bytes, whole.baseline_peak_bytes
     planner = layered(numerics)
-    budgets = (
-        unchunked // 4,
-        unchunked // 2,
-        unchunked - 1,
-        unchunked,
-        (unchunked + baseline) // 2,
-        baseline,
-    )
+    budgets = (unchunked // 4, unchunked // 2, unchunked - 1, unchunked)
+    budgets += ((unchunked + baseline) // 2, baseline)
     for budget_bytes in budgets:
         bound_ms = planner.lower_bound_ms(budget_bytes)
         plan = plan_or_none(planner, budget_bytes)

@@ -110,11 +110,8 @@ def test_budgets_without_a_plan_are_left_out(num_budgets: int) -> None:
 def test_shares_and_sizes_are_read_as_by_plan(capsys: pytest.CaptureFixture[str]) -> None:
     planner = planner_of("unet")
     plans = planner.plans([1.0, 0.9, "1TB"], progress=True)
-    assert list(plans) == [
-        int(0.9 * planner.baseline_peak_bytes),
-        planner.baseline_peak_bytes,
-        10**12,
-    ]
+    whole = planner.baseline_peak_bytes
+    assert list(plans) == [int(0.9 * whole), whole, 10**12]
     assert "planning: 100%" in capsys.readouterr().err
     assert list(planner.plans("0.9:1.0:2")) == list(plans)[:2]
     with pytest.raises(InvalidBudgetError, match="12 parsecs"):

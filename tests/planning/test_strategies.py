@@ -102,10 +102,8 @@ def test_a_frontier_is_monotone_and_its_points_are_plans(name: str, strategy: st
         assert before.predicted_ms > after.predicted_ms
     for point in points:
         plan = planner.plan(point.budget_bytes, strategy=strategy)
-        assert (plan.predicted_ms, plan.predicted_peak_bytes) == (
-            point.predicted_ms,
-            point.predicted_peak_bytes,
-        )
+        for name in ("predicted_ms", "predicted_peak_bytes"):
+            assert getattr(plan, name) == getattr(point, name)
 
 
 @pytest.mark.parametrize("name", ["vit-base", "mlp"])
@@ -194,11 +192,8 @@ def test_every_sqrt_n_keeps_one_boundary_a_segment(name: str) -> None:
         reads = [
             backward.index(op.index) for op in plan.graph.readers[boundary] if op.index in backward
         ]
-        made = (
-            backward.index(boundary.producer.index)
-            if boundary.producer.index in backward
-            else len(backward)
-        )
+        index = boundary.producer.index
+        made = backward.index(index) if index in backward else len(backward)
         assert min(reads) < made
     last_segment = {op.index for block in chain.blocks[firsts[-1] :] for op in block.forward}
     recompute = forward.intersection(backward)

@@ -55,10 +55,8 @@ def test_the_dispatcher_hears_the_same_ops(name: str, monkeypatch: pytest.Monkey
     case = planned(name)
     budget = (case.planner.minimum_peak_bytes + case.planner.baseline_peak_bytes) // 2
     module = case.planner.module(budget, trial="never")
-    code = (
-        module._plans.runnables[0].planned.program.forward.code
-        + module._plans.runnables[0].planned.program.backward.code
-    )
+    program = module._plans.runnables[0].planned.program
+    code = program.forward.code + program.backward.code
     with monkeypatch.context() as patch:
         patch.setattr("rockmate.runtime.direct_call.call_directly", lambda graph: None)
         by_op = case.planner.module(budget, trial="never")
@@ -105,8 +103,6 @@ def test_nothing_is_run_to_find_out() -> None:
 
 def test_a_number_and_a_tensor_of_one_element_are_not_the_same_argument() -> None:
     half = torch.ones(2, dtype=torch.float16)
-    assert (
-        direct_function(aten.mul.Tensor, (half, torch.tensor(2.0, dtype=torch.float64)), {})
-        is torch.mul
-    )
+    factors = half, torch.tensor(2.0, dtype=torch.float64)
+    assert direct_function(aten.mul.Tensor, factors, {}) is torch.mul
     assert direct_function(aten.mul.Tensor, (half, 2.0), {}) is torch.mul

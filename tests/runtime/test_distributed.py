@@ -64,18 +64,15 @@ def num_complete_at_the_first_visit() -> int:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     x = torch.randn(2, 512)
     module = RockmateModule(model, x, 1.0, trial="never")
-    nodes = [
-        torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()
-    ]
-    found: list[int] = []
-    for node in nodes:
-        node.register_hook(
-            lambda *_: found.append(
-                sum(parameter.grad is not None for parameter in model.parameters())
-            )
-        )
+    parameters, found = list(model.parameters()), list[int]()
+
+    def note(*_: Any) -> None:
+        found.append(sum(parameter.grad is not None for parameter in parameters))
+
+    for parameter in parameters:
+        torch.autograd.graph.get_gradient_edge(parameter).node.register_hook(note)
     module(x).square().sum().backward()
-    assert len(found) == len(nodes) == 8
+    assert len(found) == len(parameters) == 8
     return found[0]
 
 

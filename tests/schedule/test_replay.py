@@ -97,10 +97,8 @@ def test_independent_replay_agrees(name: str) -> None:
     low, high = planner.minimum_peak_bytes, planner.baseline_peak_bytes
     costs = planner.plan(1.0).costs
     overhead = [cost.overhead_bytes for cost in costs.first]
-    assert [cost.overhead_bytes for cost in costs.recompute] == overhead or name in (
-        "resnet50",
-        "hf-resnet",
-    )
+    is_same = [cost.overhead_bytes for cost in costs.recompute] == overhead
+    assert is_same or name in ("resnet50", "hf-resnet")
     for share in (0.0, 0.1, 0.3, 0.6, 1.0):
         plan = planner.plan(int(low + share * (high - low)))
         live = replayed_live_bytes(plan, overhead)
@@ -118,12 +116,8 @@ def test_predicted_time_is_the_sum_over_the_runs() -> None:
     planner = planned("gpt2").planner
     costs = planner.plan(1.0).costs
     for share in (0.0, 0.5, 1.0):
-        plan = planner.plan(
-            int(
-                planner.minimum_peak_bytes
-                + share * (planner.baseline_peak_bytes - planner.minimum_peak_bytes)
-            )
-        )
+        least = planner.minimum_peak_bytes
+        plan = planner.plan(int(least + share * (planner.baseline_peak_bytes - least)))
         seen: set[int] = set()
         total = 0.0
         for index in plan.schedule.forward + plan.schedule.backward:

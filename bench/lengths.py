@@ -168,12 +168,8 @@ def _gradients_after(
 def page(records: Sequence[Record]) -> list[str]:
     """The table, with the slowest later length as its headline."""
     newest = command.newest(records, "model")
-    return filled(
-        "lengths",
-        slowest=max(newest, key=lambda record: record["later_ms"]),
-        lines=newest,
-        about=about(newest, __doc__),
-    )
+    slowest = max(newest, key=lambda record: record["later_ms"])
+    return filled("lengths", slowest=slowest, lines=newest, about=about(newest, __doc__))
 
 
 _NUMBER = "number of different lengths after the first, at most 89, and of grids, at most 210"

@@ -42,11 +42,8 @@ def machine_text(record: Mapping[str, Any], load: str = "") -> str:
 
 def hardware_text(record: Mapping[str, Any], *, device: str = "cpu") -> str:
     """Processor or graphics card, cores and threads, as a page names them."""
-    hardware = (
-        record["gpu"]
-        if device.startswith("cuda")
-        else f"{record['processor']} ({record['machine']})"
-    )
+    is_cuda = device.startswith("cuda")
+    hardware = record["gpu"] if is_cuda else f"{record['processor']} ({record['machine']})"
     threads = "1 thread" if record["num_threads"] == 1 else f"{record['num_threads']} threads"
     return f"{hardware}, {record['num_cores']} cores, {threads} used"
 
@@ -68,7 +65,5 @@ def _commit() -> str:
 def _processor() -> str:
     source = Path("/proc/cpuinfo")
     lines = source.read_text().splitlines() if source.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-        "unknown",
-    )
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown")

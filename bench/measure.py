@@ -342,11 +342,8 @@ def time_once(step: Step, device: str | torch.device = "cpu", *, is_wall: bool =
     device is synchronized before and after.
     """
     device = torch.device(device)
-    clock_ns = (
-        time.process_time_ns
-        if device.type == "cpu" and torch.get_num_threads() == 1 and not is_wall
-        else time.perf_counter_ns
-    )
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock_ns = time.process_time_ns if is_alone and not is_wall else time.perf_counter_ns
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start_ns = clock_ns()

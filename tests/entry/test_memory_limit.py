@@ -28,7 +28,7 @@ def held_by(optimizer: torch.optim.Optimizer) -> int:
 
 
 def made_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
-    """What a step adds to them."""
+    """Bytes of state that a step makes."""
     before = held_by(optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

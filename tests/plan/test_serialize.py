@@ -116,8 +116,8 @@ def test_text_reads_back_as_the_same_plan(name: str) -> None:
         assert recompute.schedule == plan.schedule
         assert recompute.simulation == plan.simulation
         assert recompute.costs == plan.costs
-        for name in ("budget_bytes", "predicted_peak_bytes", "predicted_ms"):
-            assert getattr(recompute, name) == getattr(plan, name)
+        for promise in ("budget_bytes", "predicted_peak_bytes", "predicted_ms"):
+            assert getattr(recompute, promise) == getattr(plan, promise)
         assert recompute.to_text() == text
         assert recompute.summary() == plan.summary()
         assert recompute.block_table() == plan.block_table()

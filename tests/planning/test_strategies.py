@@ -102,8 +102,8 @@ def test_a_frontier_is_monotone_and_its_points_are_plans(name: str, strategy: st
         assert before.predicted_ms > after.predicted_ms
     for point in points:
         plan = planner.plan(point.budget_bytes, strategy=strategy)
-        for name in ("predicted_ms", "predicted_peak_bytes"):
-            assert getattr(plan, name) == getattr(point, name)
+        for promise in ("predicted_ms", "predicted_peak_bytes"):
+            assert getattr(plan, promise) == getattr(point, promise)
 
 
 @pytest.mark.parametrize("name", ["vit-base", "mlp"])

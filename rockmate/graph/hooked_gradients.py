@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import sums_of
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.fake_values import fake_result
 from rockmate.graph.ir import Graph, Op
@@ -106,12 +105,11 @@ def defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:
 def hooked_producers(graph: Graph, options: PassOptions) -> list[tuple[str, Op]]:
     """The owner of each hooked gradient, and the op that makes it, in the order of the trace.
 
-    A trace has gradients in the order in which autograd hands them over: a sum where its last
-    operand is.
+    A trace has gradients in the order in which autograd hands them over.
     """
     owners, owner_of = options.hooked_owners, options.owner_of
     found = [
-        (node.args[1] if sums_of(node) else node, owner_of[role.name], producer)
+        (node, owner_of[role.name], producer)
         for node, role in graph.outputs
         if role.kind is RoleKind.PARAMETER_GRADIENT
         and owner_of[role.name] in owners
@@ -121,7 +119,7 @@ def hooked_producers(graph: Graph, options: PassOptions) -> list[tuple[str, Op]]
 
 
 def _add(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
-    with graph.inserting_before(graph.output_node()):
+    with graph.inserting_after(right):
         total = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
     total.meta["val"] = fake_result(torch.add, (left, right), {}, like=left)
     return total

@@ -103,9 +103,9 @@ def _growth(graph: Graph, op: Op, num_reads: dict[Storage, int]) -> int:
 def _fixed_pairs(graph: Graph) -> list[tuple[Op, Op]]:
     """Pairs of backward ops that keep the graph's order, so that no number changes.
 
-    These are neighbours among random ops, and among the ops that read one parameter or contribute
-    to its gradient. A sum of contributions is then rounded as in eager mode, and the parameter's
-    hooks see the same values.
+    These are neighbours among random ops, among those with whose gradients hooks fire, and among
+    the ops that read one parameter or contribute to its gradient. A sum of contributions is then
+    rounded as in eager mode, and the parameter's hooks see the same values.
     """
     of_one: dict[Storage | None, list[Op]] = {
         storage: [] for storage in (None, *graph.parameters.values())
@@ -119,4 +119,5 @@ def _fixed_pairs(graph: Graph) -> list[tuple[Op, Op]]:
             }
             for one in touched & of_one.keys():
                 of_one[one].append(op)
-    return [pair for ops in of_one.values() for pair in pairwise(ops)]
+    hooked = [op for op in graph.backward_ops if op.keeps_order]
+    return [pair for ops in (*of_one.values(), hooked) for pair in pairwise(ops)]

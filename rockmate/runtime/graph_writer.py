@@ -364,7 +364,8 @@ class HookSchedule:
     """Positions in the backward at which the hooks of each parameter may fire.
 
     They may fire once all partial gradients are accumulated and no later op reads the parameter. A
-    hook may change the parameter, as an optimizer inside the backward does.
+    hook may change the parameter, as an optimizer inside the backward does. Where the order counts,
+    they also wait for those before them.
 
     Attributes:
         names_after: by position of an op, parameters whose hooks fire after it, without a gradient.
@@ -397,6 +398,12 @@ class HookSchedule:
             for storage in op.reads:
                 if storage in owner_at:
                     last_read[owner_at[storage]] = position
+        latest = -1  # of the hooks that have fired before in eager
+        for op in (graph.ops[index] for index in schedule.backward):
+            for _, role in op.final_gradients if op.keeps_order else ():
+                owner = owner_of[role.name]
+                latest = max(latest, last_gradient[owner], last_read[owner])
+                last_read[owner] = latest
         self._read_later = {
             owner for owner, position in last_gradient.items() if last_read[owner] > position
         }
@@ -409,7 +416,7 @@ class HookSchedule:
         # them.
         name_of = {owner_of[name]: name for name in names}
         self.names_after: dict[int, list[str]] = {}
-        for owner in sorted(self._read_later):
+        for owner in sorted(self._read_later, key=last_gradient.__getitem__):
             self.names_after.setdefault(last_read[owner], []).append(name_of[owner])
 
     def is_final(self, name: str) -> bool:

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from made_of import made_of
 from torch import Tensor, nn
+from torch.ao.quantization import default_fused_act_fake_quant as Observed
+from torch.ao.quantization import default_fused_per_channel_wt_fake_quant as FakeQuantize
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -956,6 +958,15 @@ class BatchNormWithoutMomentum(BatchNorm):
 class LayerNorm(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
+
+
+@kind
+@made_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "fake": FakeQuantize(), "most": Observed()})
+class FakeQuantized(nn.Module):
+    """Ops write buffers, and give one another size at first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.most(x.tanh().relu()), self.fake(self.linear.weight))
 
 
 @kind

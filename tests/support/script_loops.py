@@ -493,6 +493,16 @@ before_step(
 )
 
 
+class NoiseOfHooks(Habit):
+    """Hooks that draw, so that their order counts."""
+
+    is_measured = False  # they take memory themselves
+
+    def before(self, script: Any, step: int) -> None:
+        for each in script.model.blocks.parameters() if step == 1 else ():
+            each.register_hook(lambda gradient: gradient + torch.rand_like(gradient))
+
+
 class Toggled(Habit):
     def before(self, script: Any, step: int) -> None:
         script.model.blocks[0].requires_grad_(step % 2 == 0)

@@ -85,12 +85,11 @@ class FrameRunner:
         self._keep = frozenset(keep)
         self._paths = [path for path in first_paths(model) if path not in self._keep]
         self._module_ids = list(map(id, modules_within(model)))
-        tensors = [*model.parameters(), *model.buffers()]
-        device = tensors[0].device if tensors else torch.device("cpu")
+        tensor = next(iter((*model.parameters(), *model.buffers())), torch.empty(0))
         is_whole = not any(map(holds_sharded_parameters, model.modules()))
         agreement = None if is_whole else Agreement(model)
         end_recording = weakref.WeakMethod(self.end_recording)  # graphs hold the memory
-        self._memory = memory = Memory(device, end_recording, agreement=agreement)
+        self._memory = memory = Memory(tensor.device, end_recording, agreement=agreement)
         # Some frame may have no backward. The hook stays as long as this object: while it runs, all
         # hooks are being gone through, and it must not remove itself.
         hook = register_optimizer_step_pre_hook(lambda *_: memory.measuring.end())

@@ -75,8 +75,8 @@ def sum_hooked_gradients(capture: Capture, options: PassOptions) -> Capture:
 def defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:
     """The graph with each hooked gradient's producer behind the last op that reads the parameter.
 
-    It also stands behind the one before it in eager. A producer whose result is read stays. The
-    ops' `index` changes in place.
+    It also stands behind the one before it in eager. A producer whose result is read stays, and
+    its hooks wait. The ops' `index` changes in place.
     """
     if not options.hooked_owners:
         return graph
@@ -89,6 +89,7 @@ def defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:
     producers = hooked_producers(graph, options)
     for owner, producer in producers:
         producer.keeps_order = len(producers) > 1
+        producer.final_gradients.sort(key=itemgetter(0))
         if any(graph.readers.get(storage) for storage in producer.writes):
             continue
         readers = [

@@ -398,12 +398,12 @@ class HookSchedule:
             for storage in op.reads:
                 if storage in owner_at:
                     last_read[owner_at[storage]] = position
-        latest = -1  # of the hooks that have fired before in eager
-        for op in (graph.ops[index] for index in schedule.backward):
-            for _, role in op.final_gradients if op.keeps_order else ():
-                owner = owner_of[role.name]
-                latest = max(latest, last_gradient[owner], last_read[owner])
-                last_read[owner] = latest
+        hooked = chain.from_iterable(op.final_gradients for op in graph.ops if op.keeps_order)
+        ranked = [owner_of[role.name] for _, role in sorted(hooked, key=operator.itemgetter(0))]
+        latest = -1  # of hooks that fire before in eager
+        for owner in ranked:
+            latest = max(latest, last_gradient[owner], last_read[owner])
+            last_read[owner] = latest
         self._read_later = {
             owner for owner, position in last_gradient.items() if last_read[owner] > position
         }
@@ -416,7 +416,9 @@ class HookSchedule:
         # them.
         name_of = {owner_of[name]: name for name in names}
         self.names_after: dict[int, list[str]] = {}
-        for owner in sorted(self._read_later, key=last_gradient.__getitem__):
+        for owner in dict.fromkeys((*ranked, *sorted(self._read_later))):
+            if owner not in self._read_later:
+                continue
             self.names_after.setdefault(last_read[owner], []).append(name_of[owner])
 
     def is_final(self, name: str) -> bool:

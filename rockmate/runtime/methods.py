@@ -8,14 +8,15 @@ import inspect
 import logging
 import reprlib
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from rockmate._torch.engine import call_before_backward
 from rockmate.errors import InvalidArgumentError
 from rockmate.runtime.pending_steps import pending_steps_of, share_pending_steps
 from rockmate.state.tensors import tensors_in
@@ -157,17 +158,11 @@ class Methods:
                 msg = "no budget is kept for the method %s, by which this step trains. %s"
                 logger.warning(msg, name, advice)
 
-        def watch_backward(_: Any, __: Any, output: Any) -> None:
-            call_before_backward(tensors_in(output), partial(tell, _IN_PLACE))
-
         def watched(_: Any, *args: Any, **kwargs: Any) -> Any:
             if name in self.told or not (wrapper.training and torch.is_grad_enabled()):
                 return method(*args, **kwargs)
-            handle = method.__self__.register_forward_hook(watch_backward)
-            try:
+            with _gradients_watched(wrapper, partial(tell, _IN_PLACE)):
                 output = method(*args, **kwargs)
-            finally:
-                handle.remove()
             if any(each.grad_fn is not None for each in tensors_in(output)):
                 names = [*dict.fromkeys((*self.planned, *self.told, name))]
                 advice = f"To have it planned, write RockmateModule(model, ..., methods={names!r})."
@@ -175,3 +170,17 @@ class Methods:
             return output
 
         return watched
+
+
+@contextmanager
+def _gradients_watched(model: nn.Module, tell: Callable[..., None]) -> Iterator[None]:
+    """Has a function called when a gradient of a parameter arrives."""
+    is_compiled = torch.compiler.is_compiling()
+    leaves = () if is_compiled else [each for each in model.parameters() if each.requires_grad]
+    nodes = [get_gradient_edge(each).node for each in leaves if not each.is_inference()]
+    handles = [node.register_prehook(tell) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

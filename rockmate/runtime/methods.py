@@ -175,9 +175,12 @@ class Methods:
 @contextmanager
 def _gradients_watched(model: nn.Module, tell: Callable[..., None]) -> Iterator[None]:
     """Has a function called when a gradient of a parameter arrives."""
-    is_compiled = torch.compiler.is_compiling()
-    leaves = () if is_compiled else [each for each in model.parameters() if each.requires_grad]
-    nodes = [get_gradient_edge(each).node for each in leaves if not each.is_inference()]
+    leaves = () if torch.compiler.is_compiling() else model.parameters()
+    nodes = [
+        get_gradient_edge(each).node
+        for each in leaves
+        if each.requires_grad and not (nn.parameter.is_lazy(each) or each.is_inference())
+    ]
     handles = [node.register_prehook(tell) for node in nodes]
     try:
         yield

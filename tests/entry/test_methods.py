@@ -280,7 +280,8 @@ def test_a_method_that_calls_backward_itself_is_warned_of_in_its_first_step(
                 self(x).square().mean().backward()
                 after_step()
 
-    module: Any = RockmateModule(Fitted(4, 4), torch.randn(2, 4), budget=1.0)
+    module: Any = RockmateModule(Fitted(4, 4), budget=1.0)
+    module.register_parameter("lazy", nn.UninitializedParameter())
     told = list[list[str]]()
     module.fit(torch.randn(2, 4), lambda: told.append(lines(caplog)))
     assert [len(each) for each in told] == [1, 1]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_gradients_alike, assert_same, assert_trains_alike, train
+from helpers import assert_gradients_alike, assert_same, assert_trains_alike, same_gradients, train
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -284,3 +284,15 @@ def test_parameters_are_swapped_between_steps() -> None:
     module(X[:, :3]).square().mean().backward()
     plain(X[:, :3]).square().mean().backward()
     assert_gradients_alike(model, plain)
+
+
+def test_a_weight_is_the_product_of_a_vector() -> None:
+    @made_of(lambda: {"body": nn.Linear(16, 64), "made": nn.Linear(64, 4096)})
+    class Hyper(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.body(x).tanh()
+            return (hidden @ self.made(hidden.mean(0)).view(64, 64)).square().mean()
+
+    plain = Hyper()
+    module = RockmateModule(copy.deepcopy(plain), X, 0.9, numerics="bitwise", on_infeasible="least")
+    same_gradients(module, plain, lambda each: each(X).backward())

@@ -93,7 +93,8 @@ def rows_of_product(
                 user in halves.forward
                 and user not in values
                 and numel(user) == numel(product)
-                and shape_of(user)[-1:] == shape_of(product)[-1:]  # a sum has none
+                and len(shape_of(user)) > 1  # a sum and a vector have no rows
+                and shape_of(user)[-1] == shape_of(product)[-1]
             ):
                 values.append(user)
     for space in (*cuts, *copied):

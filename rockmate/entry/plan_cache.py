@@ -140,7 +140,7 @@ class PlanCache:
         if evidence is not None and (excess_bytes := evidence.take_excess()):
             runnable = self._with_less(runnable, excess_bytes, (call, tensors))
         if copied_bytes := runnable.take_copied_bytes(tensors):
-            what = "inputs lie in other strides than planned, and with their copies a step takes"
+            what = "inputs or gradients lie in other strides than planned; with copies a step takes"
             runnable = self._with_less(runnable, copied_bytes, (call, tensors), what)
         if beyond := runnable.beyond_budget():
             runnable = self._for_in_flight(runnable, beyond, (call, tensors))

@@ -68,7 +68,7 @@ class RunnableCall:
         self.is_adapted, self._is_first = is_adapted, is_first
         self._model, self._told, self.graded = model, set[str](), set[int]()
         self._watch: ModelWatch | None = None
-        self._copied_bytes = self._most_copied_bytes = 0
+        self._copied_bytes = self._most_copied_bytes = self._tangent_bytes = 0
         if planned.program.moved.has_homes:
             self.runner.arguments.send_weights_home()
 
@@ -109,6 +109,9 @@ class RunnableCall:
     def _note_tangents(self, tangents: Sequence[Tensor | None]) -> None:
         given = {index: each for index, each in enumerate(tangents) if each is not None}
         self.graded |= given.keys()
+        layouts = self.planned.program.layouts.tangents
+        pairs = ((given[index], planned) for index, planned in layouts.items() if index in given)
+        self._tangent_bytes = sum(bytes_of(each) for each, own in pairs if not own.is_of(each))
         if self.evidence is not None:
             self.evidence.tangent_bytes = sum(map(bytes_of, given.values()))
 
@@ -135,15 +138,17 @@ class RunnableCall:
         )
 
     def take_copied_bytes(self, tensors: Sequence[Tensor]) -> int:
-        """Bytes of a call's inputs in other strides than planned; 0 if an earlier call had as many.
+        """Bytes of what lies in other strides than planned; 0 if an earlier call had as many.
 
-        The plan runs with copies of them, which it does not count.
+        That is inputs, and gradients of the outputs of the call before. The plan runs with copies
+        of them, which it does not count.
         """
         layouts = self.planned.program.layouts.inputs
         copied = [tensors[at] for at, planned in layouts.items() if not planned.is_of(tensors[at])]
         self._copied_bytes, most_bytes = sum(map(bytes_of, copied)), self._most_copied_bytes
-        self._most_copied_bytes = max(most_bytes, self._copied_bytes)
-        return self._copied_bytes if self._copied_bytes > most_bytes else 0
+        copied_bytes = self._copied_bytes + self._tangent_bytes
+        self._most_copied_bytes = max(most_bytes, copied_bytes)
+        return copied_bytes if copied_bytes > most_bytes else 0
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the tensors of a call that the plan serves."""

@@ -163,6 +163,8 @@ def _result_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, oth
     """Bytes of what an op makes; `otherwise` if it does not run on meta tensors."""
 
     def meta(value: Any) -> Any:
+        if isinstance(value, torch.device):  # where the op makes a tensor, or draws numbers
+            return torch.device("meta")
         return value.to("meta") if isinstance(value, torch.Tensor) else value
 
     given = with_changed(meta, (args, kwargs))

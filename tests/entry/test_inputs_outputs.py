@@ -484,6 +484,21 @@ def test_copies_of_inputs_in_other_strides_are_within_the_budget(
     assert module.plan.budget_bytes == budget_bytes - x.nbytes - 512
 
 
+def test_copies_of_gradients_in_other_strides_are_within_the_budget() -> None:
+    @made_of(lambda: {"body": nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))})
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x).exp().sin().transpose(0, 1)
+
+    x, gradient = torch.randn(8, 16, 64), torch.randn(16, 8, 64)
+    module = RockmateModule(Turned(), x, 1.0)
+    budget_bytes = module.plan.budget_bytes
+    for _ in range(2):
+        module(x).backward(gradient)
+    assert module.plan.budget_bytes == budget_bytes - gradient.nbytes
+    assert timeline(lambda: module(x).backward(gradient)).peak_bytes <= budget_bytes
+
+
 @pytest.mark.parametrize("is_image", [False, True])
 def test_a_tight_plan_takes_rows_that_are_one_and_images_with_channels_last(is_image: bool) -> None:
     plain = models.BatchNormNet() if is_image else models.Stack(dropout=0.0)

@@ -270,6 +270,15 @@ def test_a_script_that_passes_the_budget_of_a_trial_ends_it() -> None:
         script(X)
 
 
+def test_the_size_of_what_an_op_makes_is_known_without_drawing() -> None:
+    found = []
+    for writes in (Writes(), Writes(most_bytes=1000, largest_bytes=1024)):
+        torch.manual_seed(0)
+        with writes.noted():
+            found.append(torch.rand(16))
+    assert torch.equal(*found)
+
+
 def test_parameters_are_swapped_between_steps() -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8))
     plain = copy.deepcopy(model)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rockmate._torch.engine import has_saved_tensor_hooks
+from rockmate._torch.engine import has_saved_tensor_hooks, is_profiling
 from rockmate._torch.fake import is_fake
 from rockmate._torch.members import has_global_hooks
 from rockmate._torch.storage import bytes_of
@@ -111,7 +111,9 @@ class RunnableCall:
         self.graded |= given.keys()
         layouts = self.planned.program.layouts.tangents
         pairs = ((given[index], planned) for index, planned in layouts.items() if index in given)
-        self._tangent_bytes = sum(bytes_of(each) for each, own in pairs if not own.is_of(each))
+        copied = [each for each, own in pairs if not own.is_of(each)]  # sums have some of no memory
+        held = [each for each in copied if each.untyped_storage().nbytes() >= bytes_of(each)]
+        self._tangent_bytes = sum(map(bytes_of, held))
         if self.evidence is not None:
             self.evidence.tangent_bytes = sum(map(bytes_of, given.values()))
 
@@ -146,6 +148,8 @@ class RunnableCall:
         layouts = self.planned.program.layouts.inputs
         copied = [tensors[at] for at, planned in layouts.items() if not planned.is_of(tensors[at])]
         self._copied_bytes, most_bytes = sum(map(bytes_of, copied)), self._most_copied_bytes
+        if is_profiling():  # beside which nothing is planned
+            return 0
         copied_bytes = self._copied_bytes + self._tangent_bytes
         self._most_copied_bytes = max(most_bytes, copied_bytes)
         return copied_bytes if copied_bytes > most_bytes else 0

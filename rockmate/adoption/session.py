@@ -6,12 +6,14 @@ line that says why.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
 import shutil
 import sys
 import traceback
+import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -57,10 +59,14 @@ class Adopted(InPlace):
     ) -> None:
         super().__init__(model, make)
         self.what, self.trouble, self.num_calls, self._session = what, "", 0, session
-        self._is_begun = False
+        self.alone_bytes: tuple[int, int] | None = None  # without others: its baseline, its budget
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then all has been told
+            self._session.ended.append(str(self))
 
     def _output(self, *args: Any) -> Any:
-        self._session.adopting = "" if self._is_begun else self.what
+        self._session.adopting = "" if self.alone_bytes else self.what
         return super()._output(*args)
 
     def note_call(self) -> None:
@@ -69,10 +75,16 @@ class Adopted(InPlace):
         request = self.module._plans.request
         if request is not None and request.options.in_flight > _MOST_IN_FLIGHT:
             self._leave(f"it is called more than {_MOST_IN_FLIGHT} times before a backward")
-        elif not self._is_begun and (self.module.is_planned or self.module.frames is not None):
-            self._is_begun = True
-            if self.module.frames is not None:
+        elif self.alone_bytes is None and (
+            self.module.is_planned or self.module.frames is not None
+        ):
+            frames = self.module.frames
+            if frames is None:
+                plan = self.module.plan
+                self.alone_bytes = plan.baseline_peak_bytes, plan.budget_bytes
+            elif frames.needs is not None and frames.budget_bytes is not None:  # it is measured
                 logger.warning("%s: frames keep its budget", self.what)
+                self.alone_bytes = frames.needs.baseline_bytes, frames.budget_bytes
             self._session.share()
 
     def instead(self, error: Exception) -> nn.Module | None:
@@ -107,7 +119,9 @@ class Session:
     def __init__(self, settings: Namespace) -> None:
         self.settings, self._has_curve = settings, False
         self.adopting = ""  # what is planned at present
-        self.adopted, self.refused = list[Adopted](), list[str]()
+        # By their numbers. Models are the script's, and end when it lets them go.
+        self.adopted: weakref.WeakValueDictionary[int, Adopted] = weakref.WeakValueDictionary()
+        self.ended, self.refused = list[str](), list[str]()
         self._is_first = os.environ.get("RANK", "0") == "0"
         handler, root = logging.StreamHandler(), logging.getLogger("rockmate")
         handler.setFormatter(logging.Formatter("rockmate: %(message)s"))
@@ -147,7 +161,7 @@ class Session:
         module.Trainer.train = planned
 
     def _adopt_trainer(self, trainer: Any, model: nn.Module) -> None:
-        if isinstance(model, RockmateModule) or compiled_call(model) in self.adopted:
+        if isinstance(model, RockmateModule) or compiled_call(model) in self.adopted.values():
             return
         what = f"{type(model).__name__}, trained by {type(trainer).__name__} at {_caller()}"
 
@@ -166,16 +180,19 @@ class Session:
         names = ("numerics", "offload", "host_budget", "weights")
         given = {name: getattr(self.settings, name) for name in names}
         given = {name: value for name, value in given.items() if value is not None}
+        if self.adopted:
+            gc.collect()  # one before it may have ended, and would share the budget
         try:
             make = partial(make, **self._bound(model, options), **given)
-            self.adopted.append(Adopted(self, what, model, make))
+            adopted = Adopted(self, what, model, make)
         except Exception as error:
             if self.settings.strict:
                 raise
             self.refused.append(_AS_IN_EAGER % (what, error))
             logger.warning("%s", self.refused[-1])
             return None
-        return self.adopted[-1]
+        self.adopted[len(self.adopted) + len(self.ended)] = adopted
+        return adopted
 
     def _bound(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         if self.settings.budget is not None:
@@ -191,15 +208,18 @@ class Session:
 
     def share(self) -> None:
         """Has several models share bytes by what each would take without recomputation."""
-        planned = [each for each in self.adopted if each.module.is_planned and not each.trouble]
-        if len(planned) < 2 or is_share(self.settings.budget):
+        begun = [each for each in self.adopted.values() if not each.trouble]
+        alone_bytes = [each.alone_bytes for each in begun if each.alone_bytes]
+        if len(alone_bytes) < 2 or is_share(self.settings.budget):
             return
-        needs = [each.module.plan.baseline_peak_bytes for each in planned]
-        most = min(each.module.plan.budget_bytes for each in planned)
-        if sum(needs) > most:
-            logger.warning("%d models share the budget by what each takes", len(planned))
-            for each, need in zip(planned, needs, strict=True):
-                each.renew(memory_limit=None, budget=max(1, most * need // sum(needs)))
+        needed = sum(baseline_bytes for baseline_bytes, _ in alone_bytes)
+        most = min(budget_bytes for _, budget_bytes in alone_bytes)
+        if needed > most:
+            logger.warning("%d models share the budget by what each takes", len(alone_bytes))
+            for each in begun:
+                if each.alone_bytes:
+                    budget = max(1, most * each.alone_bytes[0] // needed)
+                    each.renew(memory_limit=None, budget=budget)
 
     def _print_curve(self, model: nn.Module, what: str, *args: Any, **kwargs: Any) -> Any:
         set_compiled_call(model, None)
@@ -227,7 +247,7 @@ class Session:
         """Tells how each model trained, and where memory ran out; `error` ended the script."""
         if self._has_curve or not self._is_first:
             return
-        lines = [*map(str, self.adopted), *self.refused] or [_NONE]
+        lines = [*self.ended, *map(str, self.adopted.values()), *self.refused] or [_NONE]
         resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident
         lines.append(f"peak of the process: {size_text(peak)}")

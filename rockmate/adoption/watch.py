@@ -40,7 +40,6 @@ class Watch:
         self._adopt = adopt
         self._num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._found: set[int] = set()  # addresses of parameters of known modules
         self._hook: Any = None
 
     def begin(self) -> None:
@@ -73,7 +72,10 @@ class Watch:
     def ignore(self, module: nn.Module) -> None:
         """Takes a module for found, with all that is in it."""
         self._known.update(modules_within(module))
-        self._found.update(map(id, module.parameters()))
+
+    def _found(self) -> set[int]:
+        """Addresses of parameters of known modules that are still there."""
+        return {id(own) for each in self._known for own in each.parameters(recurse=False)}
 
     def _look(self) -> None:
         self._hook = self._hook or register_optimizer_step_post_hook(self._note_step)
@@ -106,7 +108,8 @@ class Watch:
             return None
         self.ignore(module)
         call = None if isinstance(module, RockmateModule) else self._adopt(module, most)
-        self._end_if(all(_addresses(each) <= self._found for each in self._num_steps))
+        found = self._found()
+        self._end_if(all(_addresses(each) <= found for each in self._num_steps))
         return call
 
 

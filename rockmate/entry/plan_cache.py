@@ -327,6 +327,8 @@ class PlanCache:
         """
         kin = kin_of(alike, call)
         known = kin or alike[:1]
+        reads = any(each.planned.read_values.read for each in known)
+        reason = "it reads other values" if reads else "tensors have other sizes"
         families = dict.fromkeys(each.family for each in reversed(known))  # the first one first
         serving = (each for each in families if len(families) == 1 or each.serves(call, tensors))
         family = next(serving, known[-1].family)
@@ -342,14 +344,14 @@ class PlanCache:
             num_before = family.num_separate
             step = family.step(tensors, call)
             if family.num_separate > num_before:
-                reads = any(each.planned.read_values.read for each in known)
-                reason = "it reads other values" if reads else "tensors have other sizes"
                 self.new_plans.add(reason, is_value=reads)
                 if reads and len(families) < _MOST_FAMILIES:
                     kin = []
             shaped = step.with_chunks_of(larger[-1].plan.options) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:
+                if any(call == each.planned.call for each in alike):
+                    self.new_plans.add(reason, is_value=reads)
                 # A plan whose budget was infeasible has more bytes. Adapted plans have the budget
                 # of the plan that they come from, and are made only where they are read.
                 planned_for = [each for each in alike if not each.is_adapted] or known

@@ -94,7 +94,7 @@ class RunnableCall:
         if self._watch is not None and not self._watch.has_changed():
             return ""
         now, model = ModelSignature.of(self._model), self._model
-        opaque = opaque_modules(model, self.planned.plan.options.untraced)
+        opaque = opaque_modules(model, self.family.founder.plan.options.untraced)
         found = self.planned.state.difference(now, opaque) or self.planned.attributes.difference()
         hooked = sorted(now.hooked - self.planned.state.hooked)
         if found:

@@ -83,7 +83,7 @@ class StepFamily:
         self._model, self.founder, self._compile_limit_s = model, planned, compile_limit_s
         # For whose sizes kernels are compiled, and which were captured alone, in their order.
         self._fused_calls, self._separate_calls = [planned.call], [planned.call]
-        self._is_warned_of_kernels = False
+        self._is_warned_of_kernels, self._owner_of = False, owner_names(model)
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized_programs: dict[PlannedCall, _SizedCall] = {}
@@ -161,6 +161,8 @@ class StepFamily:
         )
 
     def _plan(self, planned: PlannedCall, capture: Capture, call: CallSignature) -> Plan:
+        if owner_names(self._model) != self._owner_of:  # it is read after the model has changed
+            return planned.plan
         step = self._step_of(capture, call, like=planned.plan.graph)
         # A graph whose sizes coincide may be wired otherwise. No value of the program is larger.
         return step.adapted(planned.plan, in_place=planned.plan.schedule.in_place) or planned.plan
@@ -179,7 +181,7 @@ class StepFamily:
             raise SizesNotCoveredError(
                 "at the sample's sizes ops run in place that cannot in general"
             )
-        program = emit(graph, plan.schedule, owner_names(self._model), plan.flights, plan.offload)
+        program = emit(graph, plan.schedule, self._owner_of, plan.flights, plan.offload)
         program = replace(program, moved=planned.program.moved)
         numbers = generic.numbers(planned.read_values.sized(planned.call) or planned.call)
         found = difference(program, numbers, planned.program)
@@ -282,7 +284,7 @@ class StepFamily:
 
     @property
     def _pass_options(self) -> PassOptions:
-        return self.founder.plan.options.for_passes(owner_names(self._model))
+        return self.founder.plan.options.for_passes(self._owner_of)
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
         """What `make` makes; where it cannot be made, that is not tried again, and said once."""

@@ -92,6 +92,15 @@ class PeakCheck:
         if peak_bytes:
             self._real_bytes, self._was_looked_at = peak_bytes, True
 
+    def note_minimum(self, peak_bytes: int, budget_bytes: int) -> None:
+        """Says so where frames as they are cannot keep the budget in a step; later ones may."""
+        if peak_bytes > _TOLERANCE * budget_bytes:
+            logger.warning(
+                "a step takes %s, more than the budget of %s: its frames have to be split or their "
+                "insides captured, which the next steps do.",
+                size_text(peak_bytes), size_text(budget_bytes),
+            )  # fmt: skip
+
     def note_capture(self, key: FrameKey, tensors: list[torch.Tensor]) -> None:
         """Says so, once in a step, where the capture of a frame's inside may pass the budget.
 
@@ -133,12 +142,15 @@ class PeakCheck:
                 self._num_asked_for = 2  # steps of two kinds may take turns
             return None
         self._num_asked_for = max(0, self._num_asked_for - 1)
-        if real_bytes <= allowed_bytes:
+        excess_bytes = max(0, int((real_bytes - memory.log.peak_bytes) / memory.room.scale))
+        if real_bytes <= allowed_bytes:  # the next steps leave room for it, where there is some
             self._num_passed = 0
             self._cleared_bytes = max(self._cleared_bytes, memory.log.peak_bytes)
+            room_bytes = budget_bytes - memory.minimum_bytes(memory.needs)
+            memory.needs.add(max(0, min(excess_bytes, room_bytes)))
             return None
         self._num_passed += 1
-        memory.needs.add(max(0, int((real_bytes - memory.log.peak_bytes) / memory.room.scale)))
+        memory.needs.add(excess_bytes)
         if self._num_passed > 1 and self._may_refuse:
             where = "a step that runs other ops than the one that was measured"
             return InfeasibleBudgetError(budget_bytes, real_bytes, where=where)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,20 @@ class Room:
     scale: float = 1.0
     is_capturing: bool = False
     is_limited: bool = True
+    _inputs: Hashable = None
+    _scales: dict[Hashable, float] = field(default_factory=dict)
+
+    def set_scale(self, inputs: Hashable, share: float) -> None:
+        """Takes inputs of a size, and their share of the recorded ones; more if a step showed it."""
+        self._inputs, self.scale = inputs, max(share, self._scales.get(inputs, share))
+
+    def note_saved(self, share: float) -> None:
+        """A frame has saved a share of what it saved in the recorded step.
+
+        A step that saves as much as that one is as large, whatever its inputs are.
+        """
+        if min(1.0, share) > self.scale:
+            self.scale = self._scales[self._inputs] = min(1.0, share)
 
 
 @dataclass(slots=True)
@@ -289,9 +303,7 @@ class Memory:
         if is_tried and frame.num_bytes and not frame.can_be_dropped:
             self.log.undropped.add(frame.key.path)
         if self.needs is not None and not self.measuring.is_on:
-            # A step that saves as much as the recorded one is as large, whatever its inputs are.
-            known_bytes = self.needs.of(frame.key).saved_bytes
-            self.room.scale = max(self.room.scale, min(1.0, frame.num_bytes / max(1, known_bytes)))
+            self.room.note_saved(frame.num_bytes / max(1, self.needs.of(frame.key).saved_bytes))
             self.needs.learn(frame.key, int(frame.num_bytes / self.room.scale))
         self.hold(frame)
         self._make_room_after(frame)
@@ -319,6 +331,9 @@ class Memory:
             self.measuring.recorder.saved[frame.key] = frame.num_bytes, 0.0
         self.storages.kept_bytes += frame.num_bytes
         if frame.schedule is None:
+            if self.needs is not None and not self.measuring.is_on:
+                known_bytes = self.needs.of(frame.key).saved_bytes
+                self.room.note_saved(frame.num_bytes / max(1, known_bytes))
             self.log.counts.num_kept += 1
             self.log.dropped[frame.key] = "nothing, without hooks"
         else:

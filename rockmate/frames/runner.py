@@ -25,9 +25,8 @@ from rockmate._torch.members import module_at, modules_within
 from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import TrialError
-from rockmate.frames import budget_check
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.budget_check import PeakCheck
+from rockmate.frames.budget_check import PeakCheck, lowered
 from rockmate.frames.call import Arguments, Call, items_noted, sizes_of
 from rockmate.frames.call_history import state_of
 from rockmate.frames.frame import Frame, unhooked
@@ -234,21 +233,22 @@ class FrameRunner:
         if needs is None:
             return known is not None
         scale = size.num_elements / max(1, needs.num_elements)
-        scale = memory.room.scale = scale if known is not None else max(1.0, scale)
+        memory.room.set_scale(size, scale if known is not None else max(1.0, scale))
         if memory.backward.keeps_graphs or self._captures is None:
             needs.set_schedules(0, {})
         elif known is not None:
             short = memory.available_bytes(self._lowered_bytes) < self._lowered_bytes
-            is_due = self._captures.begin_step(shapes, needs, scale, is_short=short)
+            is_due = self._captures.begin_step(shapes, needs, memory.room.scale, is_short=short)
             memory.room.is_capturing = is_due
         if memory.agreement is not None and needs.has_new_calls:
             needs.agree(memory.agreement)
         minimum = memory.minimum_bytes(needs)
         memory.budget_bytes = min(self._asked_bytes, max(self._lowered_bytes, minimum))
-        if memory.budget_bytes < minimum and not memory.room.is_capturing:
-            memory.budget_bytes = self._refusal.taken(
-                self._asked_bytes, needs, self._measured.values()
-            )
+        if memory.room.is_capturing:
+            self._check.note_minimum(minimum, memory.budget_bytes)
+        elif memory.budget_bytes < minimum:
+            measured = self._measured.values()
+            memory.budget_bytes = self._refusal.taken(self._asked_bytes, needs, measured)
         return known is not None
 
     def _end_step_before(self, *, goes_on: bool) -> None:
@@ -270,9 +270,8 @@ class FrameRunner:
         measuring.is_on = is_new
         is_due = is_new or (is_first and self._check.is_due(is_profiled=size.is_profiled))
         if measuring.recorder is None and is_due:
-            device = self._memory.device
+            self._recorded_size, device = size, self._memory.device
             measuring.recorder = StepRecorder(device, self._model, is_look=not is_new)
-            self._recorded_size = size
 
     def begin_plain(self) -> int:
         """A call without gradients begins: how many forwards wait for their backwards."""
@@ -335,14 +334,16 @@ class FrameRunner:
         baseline_bytes = max(each.baseline_bytes for each in measured)
         budget_bytes = parse_budget(self._budget, baseline_bytes)
         large = [] if self._is_settled else frames_to_split(self._model, needs, budget_bytes)
+        # Captured insides may need less than frames as in eager.
+        may_need_less = self._captures is not None and budget_bytes >= needs.outside_bytes
+        if large or may_need_less:
+            self._check.note_minimum(needs.minimum_bytes, budget_bytes)
         if large:
             before = self._paths, needs, size
             self._begin_with(reduce(partial(split, self._model), large, self._paths), before)
             return
         self._measured[size] = needs
         memory.needs, self._asked_bytes, self._lowered_bytes = needs, budget_bytes, budget_bytes
-        # Captured insides may need less than frames as in eager.
-        may_need_less = self._captures is not None and budget_bytes >= needs.outside_bytes
         memory.budget_bytes = budget_bytes
         if not may_need_less:
             memory.budget_bytes = self._refusal.taken(budget_bytes, needs, self._measured.values())
@@ -431,7 +432,7 @@ class FrameRunner:
                     raise
                 call.roll_back()
                 # A backward cannot be rolled back: the budget is what is there from now on.
-                self._lowered_bytes = budget_check.lowered(memory, key) or self._lowered_bytes
+                self._lowered_bytes = lowered(memory, key) or self._lowered_bytes
                 kept = None
         if frame is None or call is None:
             assert kept is not None

@@ -254,6 +254,30 @@ def test_models_share_bytes_by_what_they_take(tmp_path: Path) -> None:
     assert "2 models share the budget" in error
 
 
+FOLDS = """
+for count in (1, 1, 3):
+    nets = [Net() for _ in range(count)]
+    for each in nets:
+        each.itself = [each]
+    optimizer = torch.optim.SGD([each for one in nets for each in one.parameters()], lr=0.1)
+    for _ in range(5):
+        batch = torch.randn(64, 32)
+        loss = sum(each(batch).square().mean() for each in nets)
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+    del loss
+"""
+
+
+def test_models_that_have_ended_leave_their_share(tmp_path: Path) -> None:
+    out, error, code = run(tmp_path, NET + FOLDS, "--budget", "600kB")
+    assert (out, code) == (run(tmp_path, NET + FOLDS)[0], "0"), error
+    assert [error.count(f"{number} models share") for number in (2, 3, 4)] == [1, 1, 0]
+    assert error.count("5 training calls, planned, shapes: 1; budget 585.9 KiB") == 2
+    assert error.count("5 training calls, planned, shapes: 1; budget 195.3 KiB") == 3
+
+
 def test_a_dry_run_ends_after_a_step_with_what_budgets_cost(tmp_path: Path) -> None:
     out, error, code = run(tmp_path, PLAIN, "--budget", "0.6", "--dry-run")
     assert (out, code) == ("", "0")

@@ -150,6 +150,23 @@ def test_constants_new_in_each_call_turn_auto_to_frames_with_a_line(
     assert ("by frames" if mode == "auto" else 'mode="frames"') in line
 
 
+@made_of(lambda: {"out": nn.AdaptiveLogSoftmaxWithLoss(16, 60, cutoffs=[8, 20])})
+class Clustered(Blocks):
+    """How many rows each cluster of classes gets follows from values."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return self.out(super().forward(x), targets).loss
+
+
+def test_numbers_of_rows_new_in_each_call_turn_auto_to_frames(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = [torch.randint(60, (64,)) for _ in range(8)]
+    module = compare(Clustered(), lambda m, step: m(X, calls[step]), 8, mode="auto")
+    assert module.frames is not None
+    assert "each needed a plan of its own" in caplog.text
+
+
 def test_plans_go_on_where_frames_refuse_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     plain = Blocks()
     options: Any = {"numerics": "bitwise", "mode": "auto", "plan_frames": False}

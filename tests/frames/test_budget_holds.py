@@ -260,6 +260,24 @@ class Detached(nn.Module):
         return y, self.second(y.detach())
 
 
+class Stateful(Blocks):
+    """Makes its own state where it is given none: what it takes does not follow from its inputs."""
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
+        return super().forward(x + (torch.ones(200, WIDTH) if state is None else state))
+
+
+def test_steps_of_small_inputs_that_make_large_tensors() -> None:
+    plain, x, state = Stateful(), torch.randn(1, WIDTH), torch.randn(200, WIDTH)
+    budget = int(0.5 * peak_of(plain, x, state))
+    module = RockmateModule(plain, None, budget, mode="frames")
+    frames_after(2, module, x, state)
+    for step in range(12):
+        given = (x,) if step % 3 == 2 else (x, state)
+        assert step < 3 or peak_of(module, *given) <= budget, step
+        module(*given).backward()
+
+
 def test_outputs_that_the_script_keeps_are_no_forwards_in_flight() -> None:
     module, kept = RockmateModule(Detached(), None, 0.9, mode="frames", plan_frames=False), []
     assert module.frames is not None

@@ -6,7 +6,10 @@ import sys
 
 def run() -> int:
     """Loads the command line, runs it, and gives its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until PyTorch is loaded, whose import loses one
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may ignore them
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # until PyTorch is loaded: its import loses one
     from rockmate.cli.main import main
 
     return main()

@@ -91,7 +91,7 @@ class InPlace:
         finally:
             set_compiled_call(model, present)
 
-    def instead(self, error: Exception) -> nn.Module | None:
+    def instead(self, error: Exception) -> Callable[..., Any] | None:
         """What runs a call that ended in an error once more; None raises the error."""
 
     def note_call(self) -> None:

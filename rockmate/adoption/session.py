@@ -87,7 +87,7 @@ class Adopted(InPlace):
                 self.alone_bytes = frames.needs.baseline_bytes, frames.budget_bytes
             self._session.share()
 
-    def instead(self, error: Exception) -> nn.Module | None:
+    def instead(self, error: Exception) -> Callable[..., Any] | None:
         """The plain model, released unless only a profiler is in the way; or the smallest peak."""
         if self._session.settings.strict or is_out_of_memory(error):
             return None
@@ -95,11 +95,15 @@ class Adopted(InPlace):
             logger.warning("%s The smallest peak is planned.", error)
             self.renew(memory_limit=None, budget=1)
             return self.module
+        return partial(self._in_eager, error)
+
+    def _in_eager(self, error: Exception, *args: Any, **kwargs: Any) -> Any:
+        output = self.module.original(*args, **kwargs)  # the script's own error ends the call
         if is_profiling():
             logger.warning("%s: this call runs as in eager, since %s", self.what, error)
         else:
             self._leave(" ".join(str(error).split()) or type(error).__name__)
-        return self.module.original
+        return output
 
     def _leave(self, reason: str) -> None:
         self.release()

@@ -64,8 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"rockmate {arguments.command}: interrupted\n")
         return 130
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _take_interrupts()
     return run_command.run(arguments)  # its errors are the script's
+
+
+def _take_interrupts() -> None:
+    """Has Ctrl-C raise `KeyboardInterrupt` again, as before PyTorch was loaded."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -99,7 +105,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     import torch
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _take_interrupts()
     run: Callable[[argparse.Namespace], int] = {
         "demo": _run_demo,
         "sweep": _run_sweep,

@@ -65,7 +65,7 @@ class Room:
     _scales: dict[Hashable, float] = field(default_factory=dict)
 
     def set_scale(self, inputs: Hashable, share: float) -> None:
-        """Takes inputs of a size, and their share of the recorded ones; more if a step showed it."""
+        """Takes inputs of a size, and their share of the recorded ones or what a step showed."""
         self._inputs, self.scale = inputs, max(share, self._scales.get(inputs, share))
 
     def note_saved(self, share: float) -> None:

@@ -278,6 +278,29 @@ def test_models_that_have_ended_leave_their_share(tmp_path: Path) -> None:
     assert error.count("5 training calls, planned, shapes: 1; budget 195.3 KiB") == 3
 
 
+SKIPPING = """
+forward = Net.forward
+def refusing(self, x):
+    if len(x) == 7:
+        raise ValueError("a batch of seven")
+    return forward(self, x)
+Net.forward = refusing
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for size in (64, 64, 7, 64):
+    try:
+        net(torch.randn(size, 32)).square().mean().backward()
+        optimizer.step()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_script_that_goes_on_after_an_error_of_its_own(tmp_path: Path) -> None:
+    out, error, code = run(tmp_path, NET + SKIPPING, "--budget", "600kB")
+    assert (out, code) == (run(tmp_path, NET + SKIPPING)[0], "0"), error
+    assert "3 training calls, planned" in error
+
+
 def test_a_dry_run_ends_after_a_step_with_what_budgets_cost(tmp_path: Path) -> None:
     out, error, code = run(tmp_path, PLAIN, "--budget", "0.6", "--dry-run")
     assert (out, code) == ("", "0")

@@ -119,6 +119,13 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore
 
 
+def is_checkpointed() -> bool:
+    """Whether what runs is to run again in a backward, by a checkpoint of PyTorch's, or does so."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    is_by_hooks = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return is_by_hooks or backward_id() != -1
+
+
 @contextlib.contextmanager
 def saving(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]

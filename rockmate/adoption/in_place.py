@@ -67,6 +67,7 @@ class InPlace:
     """What the calls of a module run, from when it is made; `module` plans and runs them."""
 
     is_plan = True  # among compiled calls
+    num_running = 0  # of all
 
     def __init__(self, model: nn.Module, make: Callable[..., Any], **given: Any) -> None:
         """Takes what makes a `RockmateModule` of the model; `given` for the first one alone."""
@@ -108,9 +109,11 @@ class InPlace:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = self.module.original
         set_compiled_call(model, self._before)
+        InPlace.num_running += 1
         try:
             return self._output(model, args, kwargs)
         finally:
+            InPlace.num_running -= 1
             if self._end.alive:
                 set_compiled_call(model, self)
 

@@ -25,6 +25,7 @@ from rockmate._torch.members import (
     modules_within,
     set_compiled_call,
 )
+from rockmate.adoption.in_place import InPlace
 from rockmate.entry.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
 
@@ -93,6 +94,8 @@ class Watch:
 
     def _find(self, module: nn.Module) -> Any:
         if not (module.training and torch.is_grad_enabled()) or module in self._known:
+            return None
+        if InPlace.num_running:  # a submodule of a planned model that was put there since
             return None
         is_redirected = "forward" in vars(module) and hasattr(type(module), "training_step")
         outer = DistributedDataParallel | nn.DataParallel | torch.jit.ScriptModule

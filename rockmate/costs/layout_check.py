@@ -9,16 +9,19 @@ that passes have replaced here. A difference is corrected by another capture.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
 from rockmate._torch.autocast import autocast_off
+from rockmate._torch.storage import bytes_of
 from rockmate.capture.roles import Drawn, TracedCall
 from rockmate.costs.synthetic_inputs import synthetic_tensor
 from rockmate.errors import KernelLayoutError, advise_frames
 from rockmate.ops.kernel_layouts import differences, is_observed, observe
+from rockmate.state.tensors import tensors_in
 
 logger = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
@@ -42,10 +45,10 @@ def captured_in_kernel_layouts(make: Callable[[], _Made]) -> _Made:
             logger.info("captured again: %s", str(error).partition(". ")[0])
 
 
-def check_traced(calls: Iterable[TracedCall]) -> None:
+def check_traced(calls: Iterable[TracedCall], most_bytes: float = math.inf) -> None:
     """Runs the calls that have not run in this process, and compares the layouts of all.
 
-    A call that fails on synthetic inputs is not compared.
+    A call that fails on synthetic inputs, or takes more than `most_bytes`, is not compared.
 
     Raises:
         KernelLayoutError: as for `check_layouts`.
@@ -54,17 +57,25 @@ def check_traced(calls: Iterable[TracedCall]) -> None:
     # Fake CUDA tensors may be traced on a machine without a GPU.
     can_run = torch.cuda.is_available()
     unknown = [
-        each for each in calls if not is_observed(each.key) and can_run >= bool(each.cuda_devices)
+        each
+        for each in calls
+        if not is_observed(each.key)
+        and can_run >= bool(each.cuda_devices)
+        and sum(map(bytes_of, tensors_in((each.args, each.kwargs, each.results)))) <= most_bytes
     ]
     cuda = sorted({index for call in unknown for index in call.cuda_devices})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
         for call in unknown:
-            try:
-                args, kwargs = _synthetic((call.args, call.kwargs))
-                observe(call.key, call.target(*args, **kwargs), args)
-            except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                logger.debug("the layout of %s is not known: %s", call.place, error)
+            _observe_run(call)
     check_layouts((call.place, call.key, call.results) for call in calls)
+
+
+def _observe_run(call: TracedCall) -> None:
+    try:
+        args, kwargs = _synthetic((call.args, call.kwargs))
+        observe(call.key, call.target(*args, **kwargs), args)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        logger.debug("the layout of %s is not known: %s", call.place, error)
 
 
 def check_layouts(calls: Iterable[tuple[str, Hashable, Any]]) -> None:

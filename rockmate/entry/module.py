@@ -42,7 +42,7 @@ from rockmate.memory_limit import Optimizer
 from rockmate.planning.options import PlanOptions
 from rockmate.runtime.first_backward import FirstBackward
 from rockmate.runtime.methods import Methods, names_of_methods, twin_of
-from rockmate.runtime.model_checks import is_lazy, raise_as_eager, refuse_transforms
+from rockmate.runtime.model_checks import is_lazy, raise_as_eager, refuse_surroundings
 from rockmate.runtime.wrapper import (
     ForwardOfModel,
     Wrapper,
@@ -352,7 +352,7 @@ class RockmateModule(Wrapper):
         if self._is_eager or not (self.training and torch.is_grad_enabled()):
             self._ungraded.begin_plain(self._frames or self._first_backward, self._is_eager)
             return self.original(*args, **kwargs)
-        refuse_transforms()
+        refuse_surroundings()
         if self._ungraded.includes(args, kwargs):
             return self._ungraded.run(self.original, args, kwargs)
         first, frames = self._first_backward, self._frames

@@ -205,7 +205,7 @@ class StepFamily:
                 assert self._symbolic is not None
                 capture = self._symbolic.instance(sized_call)
                 capture = replace(capture, read_values=read_values)
-                check_traced(capture.traced)
+                check_traced(capture.traced, self.founder.plan.budget_bytes)
                 capture = run_passes(REWRITES, capture, self._pass_options)
                 return self._step_of(capture, call)
             except (SizesNotCoveredError, KernelLayoutError) as reason:

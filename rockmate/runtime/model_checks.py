@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rockmate._torch.engine import active_transform
+from rockmate._torch.engine import active_transform, is_checkpointed
 from rockmate._torch.fake import is_fake
 from rockmate._torch.fsdp import modules_with_shards, put_shards
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
@@ -124,8 +124,16 @@ def raise_as_eager(
     before.put_back(writes, random)
 
 
-def refuse_transforms() -> None:
-    """Raises for a call within a function transform, such as `torch.func.grad`."""
+def refuse_surroundings() -> None:
+    """Raises for a call within a function transform, such as `torch.func.grad`, or a checkpoint."""
+    if is_checkpointed():
+        msg = (
+            "this training call runs inside of a checkpoint (torch.utils.checkpoint), which would "
+            "run the whole planned step again, or inside of a backward. Call the module without a "
+            "checkpoint around it: what is recomputed is chosen within. Or checkpoint "
+            "module.original, the plain model with the same parameters."
+        )
+        raise UnsupportedModelError(msg)
     transform = active_transform()
     if transform is not None:
         msg = (

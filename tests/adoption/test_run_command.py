@@ -286,7 +286,10 @@ def refusing(self, x):
     return forward(self, x)
 Net.forward = refusing
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for size in (64, 64, 7, 64):
+for size in (64, 64, 7, 64, 64, 64):
+    if size == 7:
+        net.blocks[3] = nn.Linear(32, 32)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     try:
         net(torch.randn(size, 32)).square().mean().backward()
         optimizer.step()
@@ -295,10 +298,11 @@ for size in (64, 64, 7, 64):
 """
 
 
-def test_a_script_that_goes_on_after_an_error_of_its_own(tmp_path: Path) -> None:
+def test_a_script_that_catches_an_error_and_replaces_a_layer(tmp_path: Path) -> None:
     out, error, code = run(tmp_path, NET + SKIPPING, "--budget", "600kB")
     assert (out, code) == (run(tmp_path, NET + SKIPPING)[0], "0"), error
-    assert "3 training calls, planned" in error
+    assert "5 training calls, planned, shapes: 2" in error
+    assert error.count("called at") == 2
 
 
 def test_a_dry_run_ends_after_a_step_with_what_budgets_cost(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from helpers import assert_same, one_step, tensors_of
 from torch import Tensor, nn
 
 from bench import measure
-from rockmate import Planner, RockmateModule, SignatureMismatchError
+from rockmate import Planner, RockmateModule, SignatureMismatchError, timeline
 from rockmate.planning import checked_forms as planner_file
 from rockmate.planning.strategies import Searches
 
@@ -24,8 +24,8 @@ LARGEST = (4, 48)
 SMALLER = [(4, 31), (2, 48), (3, 7)]
 
 
-def language_model(name: str) -> nn.Module:
-    sizes = {"vocab_size": 512, "use_cache": False}
+def language_model(name: str, vocab_size: int = 512) -> nn.Module:
+    sizes = {"vocab_size": vocab_size, "use_cache": False}
     if name == "gpt2":
         return gpt2(n_embd=64, n_head=4, n_positions=64, **sizes)
     sizes |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 160}
@@ -77,6 +77,21 @@ def test_smaller_shapes_take_over_the_schedule_and_equal_eager(
             lambda shape=shape: module(**words(shape)).loss.backward()
         )
         assert peak_bytes <= module.plan.predicted_peak_bytes <= budget_bytes
+
+
+def test_checks_of_other_sizes_keep_the_budget() -> None:
+    """Kernels are run alone on sizes that are new; none that takes more than the budget."""
+    model = language_model("llama", vocab_size=4000)
+    planner = Planner(model, words((4, 64)), differentiable="all")
+    budget = int(0.6 * planner.baseline_peak_bytes)
+    module = RockmateModule(model, words((4, 64)), budget, differentiable="all")
+    assert module.plan.options.loss_chunks
+    for length in (64, 64, 60, 59):
+        given = words((4, length))
+        if length == 60:
+            model.zero_grad(set_to_none=False)
+        peak_bytes = timeline(lambda given=given: module(**given).loss.backward()).peak_bytes
+        assert length == 64 or peak_bytes <= budget
 
 
 def test_any_other_shape_is_refused_without_replanning() -> None:

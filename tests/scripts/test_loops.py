@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from twice import Numbers, Wrap, differences, numbers_of, wrapped
 
 from rockmate.errors import RockmateError
@@ -116,6 +117,16 @@ def test_transforms_are_refused_and_run_on_the_plain_model(mode: str, is_planned
         transform(module.original)
     ours, plain = per_sample_gradients(module.original), per_sample_gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["plan", "frames", "auto"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_the_module_is_refused(mode: str, use_reentrant: bool) -> None:
+    module, x = wrapped(nn.Linear(8, 2), mode=mode), torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(RockmateError, match=r"Or checkpoint module\.original"):
+        checkpoint(module, x, use_reentrant=use_reentrant).sum().backward()
+    checkpoint(module.original, x, use_reentrant=use_reentrant).sum().backward()
+    module(x).sum().backward()
 
 
 def inner_and_outer(wrap: Wrap) -> Numbers:

@@ -80,7 +80,7 @@ class PlanCache:
         self.runnables: list[RunnableCall] = []
         self.request, self._model, self.replans = request, model, replans
         self.refuses_in_flight = request is None or request.on_infeasible == "error"
-        self._has_told_in_flight = self._has_told_shapes = self._knows_outputs = False
+        self._has_told_in_flight = self._knows_outputs = False
         self._optional = optional_keywords(model)
         # The first call with each set of keywords, and the bytes that a fractional budget stands
         # for in it; None for a fraction of its own baseline peak.
@@ -377,9 +377,7 @@ class PlanCache:
             )
             raise error.advised(advice) from None
         self.adopt(planned, family)
-        level = logging.INFO if self._has_told_shapes else logging.WARNING
-        self._log_plan("its tensors have other shapes than the sample's", level=level)
-        self._has_told_shapes = True
+        self._log_plan("its tensors have other shapes than the sample's")
         return self.runnables[0]
 
     def _plan(self, call: CallSignature, tensors: Sequence[Tensor], *, reason: str) -> RunnableCall:
@@ -415,10 +413,9 @@ class PlanCache:
         current = [each for each in self.runnables if not each.difference()]
         return (current or self.runnables)[0].planned.plan.budget_bytes
 
-    def _log_plan(self, reason: str, *, level: int = logging.WARNING) -> None:
+    def _log_plan(self, reason: str) -> None:
         plan = self.runnables[0].planned.plan
-        logger.log(
-            level,
+        logger.warning(
             "planned for this call, since %s: predicted peak %s within %s, "
             "%.3fx of the time without recomputation",
             reason,

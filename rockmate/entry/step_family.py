@@ -210,7 +210,7 @@ class StepFamily:
                 return self._step_of(capture, call)
             except (SizesNotCoveredError, KernelLayoutError) as reason:
                 self.num_separate += 1
-                logger.info("captured for these sizes alone, since %s: %s", reason, call)
+                logger.warning("captured for these sizes alone, since %s: %s", reason, call)
                 self._warn_of_lengths(call, str(reason))
             options, limit_s = self._options_for(call), self._compile_limit_s
             sample = SampleCall(*call.structure.rebuild([*tensors]))

@@ -39,6 +39,7 @@ LIBRARIES = frozenset((
     "torch", "builtins", "logging", "threading", "types", "weakref", "concurrent", "asyncio",
     "multiprocessing", "_thread", "_io", "io", "rockmate", "numpy", "_weakref", "_abc", "abc",
     "functools", "inspect", "typing", "re", "lightning", "pytorch_lightning", "rich", "tqdm",
+    "queue", "_queue",
 ))  # fmt: skip
 """Whose objects are not followed: they have state of their own kind, or point everywhere."""
 _OF_OTHERS = (

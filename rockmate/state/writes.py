@@ -38,8 +38,8 @@ class Writes:
 
         Args:
             most_bytes: see the class.
-            largest_bytes: what one op makes at most, as far as that is known. Where so much more
-                would be too much, the op's results are computed on meta tensors before it runs.
+            largest_bytes: what one op makes of others at most, as far as that is known. Where so
+                much more would be too much, the results are computed on meta tensors before.
         """
         self._largest_bytes = largest_bytes
         self.changed: dict[int, torch.Tensor] = {}
@@ -112,8 +112,10 @@ class Writes:
             values += [kwargs[name] for _, name in places if name in kwargs]
             self._save(tensors_in(values))
         makes_new = places is not None and _makes_new(op)
-        if makes_new and self.most_bytes is not None and self._exceeds(self._largest_bytes):
-            self._require(_result_bytes(op, args, kwargs, otherwise=self._largest_bytes))
+        if makes_new and self.most_bytes is not None:  # what reads no tensor may be of any size
+            is_first = not tensors_in((args, kwargs))
+            if is_first or self._exceeds(self._largest_bytes):
+                self._require(_result_bytes(op, args, kwargs, otherwise=self._largest_bytes))
         result = op(*args, **kwargs)
         if makes_new:
             self._note_new(result)

@@ -277,6 +277,10 @@ def test_the_size_of_what_an_op_makes_is_known_without_drawing() -> None:
         with writes.noted():
             found.append(torch.rand(16))
     assert torch.equal(*found)
+    before = torch.get_rng_state()
+    with pytest.raises(OutOfBudget), Writes(most_bytes=1000).noted():
+        torch.rand(4096)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_parameters_are_swapped_between_steps() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import queue
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -134,6 +136,24 @@ def test_a_trace_leaves_nothing_in_caches() -> None:
     model.register_forward_pre_hook(lambda net, given: (given[0] * net.table(len(given[0])),))
     RockmateModule(model, BATCHES[0], 0.9)
     assert model.table(64).sum() == 64
+
+
+THREAD, ITEMS = ThreadPoolExecutor(1), queue.Queue[int]()
+
+
+class Fed(Net):
+    """Another thread fills a queue while the model runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        THREAD.submit(ITEMS.put, ITEMS.qsize()).result()
+        return super().forward(x)
+
+
+def test_what_another_thread_puts_into_a_queue_is_not_taken_back() -> None:
+    module = RockmateModule(Fed(), BATCHES[0], 0.9, on_infeasible="least", trial="always")
+    before = ITEMS.qsize()
+    module(BATCHES[0])
+    assert ITEMS.qsize() == before + 1
 
 
 def test_nested_tensors_are_compared() -> None:

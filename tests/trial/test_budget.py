@@ -153,7 +153,7 @@ def test_what_another_thread_puts_into_a_queue_is_not_taken_back() -> None:
     module = RockmateModule(Fed(), BATCHES[0], 0.9, on_infeasible="least", trial="always")
     before = ITEMS.qsize()
     module(BATCHES[0])
-    assert ITEMS.qsize() == before + 1
+    assert ITEMS.qsize() > before
 
 
 def test_nested_tensors_are_compared() -> None:

@@ -138,20 +138,25 @@ def test_a_trace_leaves_nothing_in_caches() -> None:
     assert model.table(64).sum() == 64
 
 
-ITEMS = queue.Queue[int]()
+class Loader:
+    """Batches that another thread makes."""
+
+    def __init__(self) -> None:
+        self.items = queue.Queue[int]()
+
+
+LOADER = Loader()
 
 
 class Fed(Net):
-    """Reads a queue that another thread fills."""
-
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * max(1, ITEMS.qsize()))
+        return super().forward(x * max(1, LOADER.items.qsize()))
 
 
 def test_what_another_thread_puts_into_a_queue_is_not_taken_back() -> None:
     with CallState(Fed(), (BATCHES[0],), {}).undone():
-        ITEMS.put(0)
-    assert ITEMS.qsize() == 1
+        LOADER.items.put(0)
+    assert LOADER.items.qsize() == 1
 
 
 def test_nested_tensors_are_compared() -> None:

@@ -141,7 +141,9 @@ class PlanCache:
             runnable = self._with_less(runnable, excess_bytes, (call, tensors))
         if copied_bytes := runnable.take_copied_bytes(tensors):
             what = "inputs or gradients lie in other strides than planned; with copies a step takes"
-            runnable = self._with_less(runnable, copied_bytes, (call, tensors), what)
+            called = call, runnable.planned.program.layouts.applied(tensors)  # the plan's strides
+            runnable = self._with_less(runnable, copied_bytes, called, what)
+            runnable.take_copied_bytes(tensors)  # a new one knows of them
         if beyond := runnable.beyond_budget():
             runnable = self._for_in_flight(runnable, beyond, (call, tensors))
         runnable.planned.program.refuse_casts(casts_to)

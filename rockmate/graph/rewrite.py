@@ -26,6 +26,12 @@ _aten = torch.ops.aten
 # A slice is copied if its first reader stands more than so many nodes behind the last reader of
 # the other slices.
 _MIN_LIVE_DISTANCE = 20
+# Ops that round each element by itself or not at all, and those that first lay out what they read.
+_EXACT = {
+    *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.neg.default),
+    *(_aten.cat.default, _aten.clone.default, _aten.where.self, _aten.slice_backward.default),
+    *(_aten.threshold_backward.default, _aten.convolution_backward.default),
+}
 
 REDUCED_IN_PLACE = (
     _aten.mse_loss.default,
@@ -200,7 +206,7 @@ def copy_slices_read_late(graph: fx.Graph) -> None:
     The other slices' memory is then released. The gradient of a concatenation is read so: the part
     of a U-Net's skip waits until the backward reaches the skip's beginning. The copy stands behind
     the last reader of the other slices. A view counts as a reader. Placeholders and constants stay:
-    their memory is held in any case.
+    their memory is held in any case. So do slices whose readers round by their strides.
     """
     order = {node: position for position, node in enumerate(graph.nodes)}
     held = {
@@ -217,8 +223,23 @@ def copy_slices_read_late(graph: fx.Graph) -> None:
         for part in slices:
             last_reads = [readers[other][-1] for other in slices if other is not part]
             last = max(last_reads, key=order.__getitem__)
-            if order[readers[part][0]] > order[last] + _MIN_LIVE_DISTANCE:
+            is_late = order[readers[part][0]] > order[last] + _MIN_LIVE_DISTANCE
+            if is_late and _rounds_in_any_strides(part):
                 copy_out(part, behind=max(last, part, key=order.__getitem__))
+
+
+def _rounds_in_any_strides(node: fx.Node) -> bool:
+    """Whether all that reads a tensor gives the same bits wherever its elements lie.
+
+    Kernels have vectors of a contiguous row, and functions of theirs round otherwise than of one
+    element; sums add in another order.
+    """
+    own = set(storage_ids(node))
+    return all(
+        reader.target in _EXACT
+        or (not own.isdisjoint(storage_ids(reader)) and _rounds_in_any_strides(reader))
+        for reader in node.users
+    )
 
 
 def has_dense_layout(tensor: torch.Tensor) -> bool:

@@ -46,7 +46,7 @@ class PolicyCalls:
 
     def __init__(self, trainer: Any) -> None:
         """Has the policy's forward in training run its reference first, which is frozen."""
-        self._policy = trainer.model
+        self._policy, self._has_told = trainer.model, False
         self._kept: deque[tuple[dict[str, Any], Any]] = deque(maxlen=2)  # KTO has two batches
         self._adapters = _adapters_of(self._policy)
         self._run: Any = self._reference_of(trainer)
@@ -101,7 +101,8 @@ class PolicyCalls:
             if all(key in pair[0] and _is_equal(pair[0][key], keywords[key]) for key in keywords):
                 self._kept.remove(pair)
                 return pair[1]
-        if self._run is not None and self._policy.training:
+        if self._run is not None and self._policy.training and not self._has_told:
+            self._has_told = True
             _warn("is called on other inputs than the policy")
         return run(*args, **keywords)
 

@@ -129,11 +129,7 @@ class Runner:
         self.arguments.send_weights_home()
         device = inputs[0].device if inputs else torch.device("cpu")
         anchor = self._anchors.get(device) or self._anchors.setdefault(device, Anchor(device))
-        layouts, gradients = self.program.layouts.inputs, self.program.gradients
-        laid_out = [
-            layouts[index].apply(given) if index in layouts else given
-            for index, given in enumerate(inputs)
-        ]
+        laid_out, gradients = self.program.layouts.applied(inputs), self.program.gradients
         self.program.results.refuse_shared(inputs)
         owners = self.owners.now()
         if gradients.of_parameters:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -116,6 +116,13 @@ class PlannedLayouts:
             }
             for kind in (RoleKind.INPUT, RoleKind.TANGENT)
         )
+
+    def applied(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs in these strides: those that lie otherwise are copied."""
+        return [
+            self.inputs[index].apply(given) if index in self.inputs else given
+            for index, given in enumerate(inputs)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -484,6 +484,39 @@ def test_copies_of_inputs_in_other_strides_are_within_the_budget(
     assert module.plan.budget_bytes == budget_bytes - x.nbytes - 512
 
 
+@made_of(lambda: {"body": nn.Sequential(*mlp(64, 256, nn.GELU())), "last": nn.Linear(64, 8)})
+class Residual(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.body(x))
+
+
+def test_after_an_input_in_other_strides_those_of_the_sample_are_planned_for() -> None:
+    torch.manual_seed(0)
+    plain, x = Residual(), torch.randn(128, 64)
+    module = RockmateModule(copy.deepcopy(plain), x, 1.0, numerics="bitwise")
+    module(x.T.contiguous().T).square().mean().backward()
+    module.zero_grad()
+    same_gradients(module, plain, lambda each: each(x).square().mean().backward())
+
+
+def test_a_slice_that_is_read_late_is_read_as_it_lies() -> None:
+    """Functions of a contiguous copy round otherwise."""
+
+    @made_of(lambda: {"linear": nn.Linear(16, 9)})
+    class Parts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            both = self.linear(x)
+            figure = both[:, :5].sum()
+            for _ in range(24):
+                figure = figure.sin()
+            return figure.detach() + both[:, 5:].sigmoid().square().mean()
+
+    torch.manual_seed(0)
+    plain, x = Parts(), torch.randn(36, 16)
+    module = RockmateModule(copy.deepcopy(plain), x, 1.0, numerics="bitwise")
+    same_gradients(module, plain, lambda each: each(x).backward())
+
+
 def test_copies_of_gradients_in_other_strides_are_within_the_budget() -> None:
     @made_of(lambda: {"body": nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))})
     class Turned(nn.Module):

@@ -62,8 +62,10 @@ class Adopted(InPlace):
         self.alone_bytes: tuple[int, int] | None = None  # without others: its baseline, its budget
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # then all has been told
-            self._session.ended.append(str(self))
+        if hasattr(self, "_session"):  # else it was refused
+            self._session.ended.append(
+                f"{self.what}: {self.num_calls} training calls; it has ended"
+            )
 
     def _output(self, *args: Any) -> Any:
         self._session.adopting = "" if self.alone_bytes else self.what

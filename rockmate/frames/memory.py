@@ -64,9 +64,10 @@ class Room:
     _inputs: Hashable = None
     _scales: dict[Hashable, float] = field(default_factory=dict)
 
-    def set_scale(self, inputs: Hashable, share: float) -> None:
-        """Takes inputs of a size, and their share of the recorded ones or what a step showed."""
-        self._inputs, self.scale = inputs, max(share, self._scales.get(inputs, share))
+    def set_scale(self, inputs: Hashable, share: float, *, learns: bool) -> None:
+        """Takes inputs of a size, and their share of the recorded ones, or what a step showed."""
+        known = self._scales.get(inputs, share) if learns else share
+        self._inputs, self.scale = inputs, max(share, known)
 
     def note_saved(self, share: float) -> None:
         """A frame has saved a share of what it saved in the recorded step.

@@ -233,7 +233,8 @@ class FrameRunner:
         if needs is None:
             return known is not None
         scale = size.num_elements / max(1, needs.num_elements)
-        memory.room.set_scale(size, scale if known is not None else max(1.0, scale))
+        scale = scale if known is not None else max(1.0, scale)
+        memory.room.set_scale(size, scale, learns=memory.agreement is None)
         if memory.backward.keeps_graphs or self._captures is None:
             needs.set_schedules(0, {})
         elif known is not None:
@@ -245,7 +246,7 @@ class FrameRunner:
         minimum = memory.minimum_bytes(needs)
         memory.budget_bytes = min(self._asked_bytes, max(self._lowered_bytes, minimum))
         if memory.room.is_capturing:
-            self._check.note_minimum(minimum, memory.budget_bytes)
+            self._check.note_minimum(int(memory.room.scale * minimum), memory.budget_bytes)
         elif memory.budget_bytes < minimum:
             measured = self._measured.values()
             memory.budget_bytes = self._refusal.taken(self._asked_bytes, needs, measured)
@@ -298,8 +299,7 @@ class FrameRunner:
         if memory.log.undropped and not self._trials.have_tried(self._paths):
             for key, each in needs.by_key.items():  # in what was measured it counts already
                 each.saved_bytes *= key.path not in memory.log.undropped
-            budget_bytes = parse_budget(self._budget, needs.baseline_bytes)
-            self._refusal.note_undropped(budget_bytes, needs)
+            self._refusal.note_undropped(parse_budget(self._budget, needs.baseline_bytes), needs)
             return
         if not recorder.has_frames and (is_measured or memory.needs is None):
             self._measured[size] = None  # measured anew where a larger one comes
@@ -395,9 +395,8 @@ class FrameRunner:
         self, path: str, module: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         def framed(*args: Any, **kwargs: Any) -> Any:
-            is_plain = self._memory.is_inside or not records_plainly()
-            if is_plain or has_saved_tensor_hooks():  # a checkpoint keeps what is saved
-                return forward(*args, **kwargs)
+            if self._memory.is_inside or not records_plainly() or has_saved_tensor_hooks():
+                return forward(*args, **kwargs)  # a checkpoint keeps what is saved
             return self._run_frame(path, module, Arguments(forward, args, kwargs))
 
         return framed

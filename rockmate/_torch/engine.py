@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpoint
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
@@ -122,8 +123,9 @@ def has_saved_tensor_hooks() -> bool:
 def is_checkpointed() -> bool:
     """Whether what runs is to run again in a backward, by a checkpoint of PyTorch's, or does so."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
-    is_by_hooks = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-    return is_by_hooks or backward_id() != -1
+    is_by_hooks = hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+    function = getattr(torch._C._current_autograd_node(), "_forward_cls", None)  # pyright: ignore
+    return is_by_hooks or function is checkpoint.CheckpointFunction
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class InPlace:
         finally:
             set_compiled_call(model, present)
 
-    def instead(self, error: Exception) -> Callable[..., Any] | None:
+    def instead(self, error: Exception) -> nn.Module | None:
         """What runs a call that ended in an error once more; None raises the error."""
 
     def note_call(self) -> None:

@@ -62,7 +62,7 @@ class Adopted(InPlace):
         self.alone_bytes: tuple[int, int] | None = None  # without others: its baseline, its budget
 
     def __del__(self) -> None:
-        if hasattr(self, "_session"):  # else it was refused
+        if not vars(self).get("trouble", "refused"):  # such a one is told
             self._session.ended.append(
                 f"{self.what}: {self.num_calls} training calls; it has ended"
             )
@@ -87,30 +87,28 @@ class Adopted(InPlace):
             elif frames.needs is not None and frames.budget_bytes is not None:  # it is measured
                 logger.warning("%s: frames keep its budget", self.what)
                 self.alone_bytes = frames.needs.baseline_bytes, frames.budget_bytes
-            self._session.share()
+            if self.alone_bytes is not None:
+                self._session.share()
 
-    def instead(self, error: Exception) -> Callable[..., Any] | None:
+    def instead(self, error: Exception) -> nn.Module | None:
         """The plain model, released unless only a profiler is in the way; or the smallest peak."""
-        if self._session.settings.strict or is_out_of_memory(error):
+        if self._session.settings.strict or is_out_of_memory(error) or _is_of_script(error):
             return None
         if isinstance(error, InfeasibleMemoryLimitError):
             logger.warning("%s The smallest peak is planned.", error)
             self.renew(memory_limit=None, budget=1)
             return self.module
-        return partial(self._in_eager, error)
-
-    def _in_eager(self, error: Exception, *args: Any, **kwargs: Any) -> Any:
-        output = self.module.original(*args, **kwargs)  # the script's own error ends the call
         if is_profiling():
             logger.warning("%s: this call runs as in eager, since %s", self.what, error)
         else:
             self._leave(" ".join(str(error).split()) or type(error).__name__)
-        return output
+        return self.module.original
 
     def _leave(self, reason: str) -> None:
         self.release()
         self.trouble = reason
         logger.warning(_AS_IN_EAGER, self.what, reason)
+        self._session.ended.append(str(self))
 
     def __str__(self) -> str:
         shapes = len(self.module._plans.runnables)
@@ -197,7 +195,7 @@ class Session:
             self.refused.append(_AS_IN_EAGER % (what, error))
             logger.warning("%s", self.refused[-1])
             return None
-        self.adopted[len(self.adopted) + len(self.ended)] = adopted
+        self.adopted[max(self.adopted, default=-1) + 1] = adopted
         return adopted
 
     def _bound(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +251,8 @@ class Session:
         """Tells how each model trained, and where memory ran out; `error` ended the script."""
         if self._has_curve or not self._is_first:
             return
-        lines = [*self.ended, *map(str, self.adopted.values()), *self.refused] or [_NONE]
+        present = [str(each) for each in self.adopted.values() if not each.trouble]
+        lines = [*self.ended, *present, *self.refused] or [_NONE]
         resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident
         lines.append(f"peak of the process: {size_text(peak)}")
@@ -264,6 +263,13 @@ class Session:
             where = "in a planned step" if "/rockmate/runtime/" in names else where
             lines.append(f"memory ran out {where}. Lower --memory or --budget.")
         sys.stderr.write("".join(f"rockmate: {line}\n" for line in lines))
+
+
+def _is_of_script(error: Exception) -> bool:
+    """Whether the script's own code has raised an error, or a function of PyTorch that it calls."""
+    files = [each.filename for each in traceback.extract_tb(error.__traceback__)]
+    own = [each for each in files if not each.startswith(OTHERS[0])]
+    return bool(own) and not own[-1].startswith((OTHERS[1], "<"))
 
 
 def _caller() -> str:

@@ -143,11 +143,11 @@ class PeakCheck:
             return None
         self._num_asked_for = max(0, self._num_asked_for - 1)
         excess_bytes = max(0, int((real_bytes - memory.log.peak_bytes) / memory.room.scale))
-        if real_bytes <= allowed_bytes:  # the next steps leave room for it, where there is some
+        if real_bytes <= allowed_bytes:  # steps as large leave room for it, where there is some
             self._num_passed = 0
             self._cleared_bytes = max(self._cleared_bytes, memory.log.peak_bytes)
             room_bytes = budget_bytes - memory.minimum_bytes(memory.needs)
-            memory.needs.add(max(0, min(excess_bytes, room_bytes)))
+            memory.needs.add(max(0, min(excess_bytes, room_bytes)) if memory.room.scale >= 1 else 0)
             return None
         self._num_passed += 1
         memory.needs.add(excess_bytes)

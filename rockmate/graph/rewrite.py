@@ -26,12 +26,8 @@ _aten = torch.ops.aten
 # A slice is copied if its first reader stands more than so many nodes behind the last reader of
 # the other slices.
 _MIN_LIVE_DISTANCE = 20
-# Ops that round each element by itself or not at all, and those that first lay out what they read.
-_EXACT = {
-    *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.neg.default),
-    *(_aten.cat.default, _aten.clone.default, _aten.where.self, _aten.slice_backward.default),
-    *(_aten.threshold_backward.default, _aten.convolution_backward.default),
-}
+# Ops that give the same bits wherever an element lies: sums of two without a factor, and copies.
+_EXACT = {*(_aten.add.Tensor, _aten.cat.default, _aten.clone.default, _aten.slice_backward.default)}
 
 REDUCED_IN_PLACE = (
     _aten.mse_loss.default,
@@ -236,7 +232,7 @@ def _rounds_in_any_strides(node: fx.Node) -> bool:
     """
     own = set(storage_ids(node))
     return all(
-        reader.target in _EXACT
+        (reader.target in _EXACT and not reader.kwargs)
         or (not own.isdisjoint(storage_ids(reader)) and _rounds_in_any_strides(reader))
         for reader in node.users
     )

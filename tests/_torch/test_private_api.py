@@ -353,6 +353,25 @@ def test_transforms_are_known_by_name() -> None:
     assert seen == [None, *names]
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_are_known(use_reentrant: bool) -> None:
+    seen: list[bool] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            seen.append(engine.is_checkpointed())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(note, x, use_reentrant=use_reentrant).sum().backward()
+    assert seen
+    assert all(seen)
+    x.register_hook(note)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+        note(x).sum().backward(create_graph=True)
+    assert seen[-2:] == [False, False]
+
+
 def test_transforms_have_tensors_of_their_own() -> None:
     found: list[tuple[bool, bool]] = []
 

@@ -158,15 +158,9 @@ class LateStatistics(Body):
         return super().forward(x)
 
 
-@made_of(lambda: {"state": 0})
+@made_of(lambda: {"state": 0, "scale": nn.Buffer(torch.ones(2, WIDTH))})
 class LateBuffer(Body):
     """Puts another tensor in the place of a buffer, from some step on."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(2, WIDTH))
 
     def factor(self) -> Any:
         self.state += 1

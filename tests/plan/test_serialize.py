@@ -18,6 +18,7 @@ import models
 import pytest
 import torch
 from helpers import REGIMES, assert_alike, assert_same, budget_for, planned, train, workload_loss
+from made_of import made_of
 from torch import nn
 
 import rockmate.costs.measure
@@ -322,13 +323,9 @@ def test_invalid_edit_of_the_schedule_is_refused(
         Plan.from_text(edited(plan_of("mlp"), lambda content: change(content["schedule"])))
 
 
+@made_of(lambda: {"linear": nn.Linear(16, 16), "mean": nn.Buffer(torch.zeros(16))})
 class RunningMean(nn.Module):
     """Copies a mean into a buffer, by an op whose result nothing else reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.register_buffer("mean", torch.zeros(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.linear(x)

@@ -20,6 +20,7 @@ from typing import Any
 import models
 import numpy as np
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -309,12 +310,9 @@ def assert_close(ours: Step, reference: Step) -> None:
 # --- work ---------------------------------------------------------------------------------------
 
 
+@made_of(lambda: {"counts": Counter()})
 class _Counter(TorchDispatchMode):
     """Counts the calls of each op by its name, in place and `out=` forms included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[str(func).split(".")[1].rstrip("_")] += 1

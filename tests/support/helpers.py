@@ -268,6 +268,11 @@ def assert_same(ours: Step, reference: Step) -> None:
     assert torch.equal(ours.random_state, reference.random_state), "the generator is elsewhere"
 
 
+def assert_same_steps(ours: Iterable[Step], reference: Iterable[Step]) -> None:
+    for mine, other in zip(ours, reference, strict=True):
+        assert_same(mine, other)
+
+
 def check_against_eager(
     model: nn.Module,
     sample: Any,
@@ -286,8 +291,7 @@ def check_against_eager(
     for module in modules:
         model.load_state_dict(before)
         model.zero_grad(set_to_none=True)
-        for ours, theirs in zip(train(module, model, loss_of, num_steps), reference, strict=True):
-            assert_same(ours, theirs)
+        assert_same_steps(train(module, model, loss_of, num_steps), reference)
     return modules[-1]
 
 

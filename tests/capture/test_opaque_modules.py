@@ -615,12 +615,17 @@ class Beside(nn.Module):
 @pytest.mark.parametrize(
     ("make", "shape", "name"),
     [
-        (Spectral, (256, 16), "complex"),  # an input that is saved conjugated is not mistaken
-        (lambda: nn.Sequential(nn.Linear(16, 16), Selective(16, 4)), (64, 16), "1"),  # is silent
-        (Masked, (2, 8, 16, 16), "halting"),  # called as in a trace, gradients lie as in eager
-        (Beside, (6, 16), "saving"),  # nothing runs in place on what the submodule saved
+        (Spectral, (256, 16), "complex"),
+        (lambda: nn.Sequential(nn.Linear(16, 16), Selective(16, 4)), (64, 16), "1"),
+        (Masked, (2, 8, 16, 16), "halting"),
+        (Beside, (6, 16), "saving"),
     ],
-)
+    ids=[
+        "an input that is saved conjugated as well", "a silent selective checkpoint",
+        "a call as in a trace and gradients that lie as in eager",
+        "a saved value that nothing overwrites in place",
+    ],
+)  # fmt: skip
 def test_a_submodule_trains_as_in_eager(
     make: Callable[[], nn.Module], shape: tuple[int, ...], name: str
 ) -> None:

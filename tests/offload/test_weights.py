@@ -184,9 +184,9 @@ def test_what_a_script_writes_into_a_weight_counts(tmp_path: Path) -> None:
     module = module_of(tmp_path, model)
     module(rows(0)).backward()
     for each in (model, eager):
-        weight: Any = each.get_parameter("2.layer.weight")
+        weight: Any = each.get_parameter("2.inner.weight")
         weight.data.mul_(1.5)
-        other: Any = each.get_parameter("20.layer.weight")
+        other: Any = each.get_parameter("20.inner.weight")
         other.data = other.data * 0.5
     same_step(module, eager, rows(1))
     state = {name: 1.1 * value for name, value in eager.state_dict().items()}

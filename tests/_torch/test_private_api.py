@@ -379,22 +379,18 @@ def test_transforms_have_tensors_of_their_own() -> None:
         found.append((engine.records_plainly(), engine.is_batched(x)))
         return x.sum()
 
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
-
-        @staticmethod
-        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-            note(gradient)
-            return 2 * gradient
-
     note(torch.ones(2))
     torch.func.vmap(note)(torch.ones(1, 2))
     with torch.no_grad():
         note(torch.ones(2))
+
+    def noting_alone(gradient: torch.Tensor) -> None:
+        note(gradient)
+
     x = torch.ones(2, requires_grad=True)
-    _ = torch.autograd.grad(Doubled.apply(x), x, torch.eye(2), is_grads_batched=True)
+    doubled = 2 * x
+    doubled.register_hook(noting_alone)
+    _ = torch.autograd.grad(doubled, x, torch.eye(2), is_grads_batched=True)
     assert found[0] == (True, False)
     assert not found[1][0]
     assert found[2] == (False, False)

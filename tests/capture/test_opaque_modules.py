@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -255,15 +256,11 @@ class Complex(nn.Module):
         return z * z.conj() * z.sin()
 
 
-def test_an_input_that_is_saved_conjugated_as_well_is_not_mistaken() -> None:
-    torch.manual_seed(0)
-    model, x = Spectral(), torch.randn(256, 16)
-    planned = RockmateModule(model, x, 1.0, untraced=["complex"])
-    _agree(model, planned, x)
-
-
 class Selective(nn.Linear):
-    """Its checkpoint saves what the product makes; the part returns a loss."""
+    """Its checkpoint saves what the product makes; the part returns a loss.
+
+    Warnings are errors here, and PyTorch has one for hooks of the user around a checkpoint.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
@@ -272,13 +269,6 @@ class Selective(nn.Linear):
             lambda x: product(x).sin().exp(), input, use_reentrant=False, context_fn=contexts
         )
         return found.square().mean()
-
-
-def test_a_selective_checkpoint_in_a_submodule_is_silent() -> None:
-    """Warnings are errors here, and PyTorch has one for hooks of the user around a checkpoint."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(16, 16), Selective(16, 4)), torch.randn(64, 16)
-    _agree(model, RockmateModule(model, x, 1.0, untraced=["1"]), x)
 
 
 def test_eager_holds_no_less_than_the_plan_counts() -> None:
@@ -295,9 +285,8 @@ def test_whole_graph_planning_takes_a_backward_that_releases_on_its_way() -> Non
     model = nn.Sequential(nn.Linear(16, 256), part, nn.Linear(256, 1))
     planner = Planner(model, torch.randn(64, 16), untraced=["1"])
     assert any(cost.overhead_bytes < 0 for cost in planner.plan(1.0).costs.first)
-    assert (
-        planner.plan(1.0, strategy="checkmate").predicted_peak_bytes <= planner.baseline_peak_bytes
-    )
+    plan = planner.plan(1.0, strategy="checkmate")
+    assert plan.predicted_peak_bytes <= planner.baseline_peak_bytes
 
 
 def _step(model: nn.Module, x: Tensor) -> None:
@@ -333,17 +322,10 @@ def test_a_submodule_may_run_again_if_only_its_first_call_sets_it_up(counts: boo
     assert_gradients_alike(model, plain)
 
 
-class Halts(nn.Module):
+def halts(num_parts: int) -> nn.Module:
     """Several halting parts in a list within one submodule."""
-
-    def __init__(self, num_parts: int) -> None:
-        super().__init__()
-        self.inside = nn.Sequential(
-            nn.Linear(16, 16), nn.Sequential(*(Halting() for _ in range(num_parts)))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x)
+    parts = nn.Sequential(*(Halting() for _ in range(num_parts)))
+    return nn.Sequential(OrderedDict(inside=nn.Sequential(nn.Linear(16, 16), parts)))
 
 
 @pytest.mark.parametrize(
@@ -353,13 +335,13 @@ class Halts(nn.Module):
             Tower(),
             r'run that submodule as it is: untraced=\["halting"\] \(on the command line: --untraced halting\)\. ',  # noqa: E501
         ),
-        (Halts(1), r'untraced=\["inside.1.0"\] \(.*\), or what contains it \("inside.1"\)'),
+        (halts(1), r'untraced=\["inside.1.0"\] \(.*\), or what contains it \("inside.1"\)'),
         (
-            Halts(2),
+            halts(2),
             r'and the others of its class Halting as they are: untraced=\["inside.1.0", "inside.1.1"\] \(',  # noqa: E501
         ),
         (
-            Halts(5),
+            halts(5),
             r'as they are: untraced=\["inside.1"\] \(on the command line: --untraced inside.1\)\. ',
         ),
     ],
@@ -417,12 +399,6 @@ class Masked(nn.Module):
         x = self.conv(image).flatten(2).transpose(1, 2)
         mask = x.new_ones(len(x), 1, 1) if torch.compiler._is_compiling_flag else None
         return self.halting(x, mask).square().mean()
-
-
-def test_a_submodule_is_called_as_in_a_trace_and_its_gradients_lie_as_in_eager() -> None:
-    torch.manual_seed(0)
-    model, image = Masked(), torch.randn(2, 8, 16, 16)
-    _agree(model, RockmateModule(model, image, 1.0, untraced=["halting"]), image)
 
 
 def test_a_submodule_that_is_called_twice_adds_up_its_gradients() -> None:
@@ -636,10 +612,26 @@ class Beside(nn.Module):
         return self.head(torch.relu(self.saving(entered)) + torch.sigmoid(entered)).square().mean()
 
 
-def test_nothing_runs_in_place_on_what_the_submodule_saved() -> None:
+@pytest.mark.parametrize(
+    ("make", "shape", "name"),
+    [
+        (Spectral, (256, 16), "complex"),
+        (lambda: nn.Sequential(nn.Linear(16, 16), Selective(16, 4)), (64, 16), "1"),
+        (Masked, (2, 8, 16, 16), "halting"),
+        (Beside, (6, 16), "saving"),
+    ],
+    ids=[
+        "an input that is saved conjugated as well", "a silent selective checkpoint",
+        "a call as in a trace and gradients that lie as in eager",
+        "a saved value that nothing overwrites in place",
+    ],
+)  # fmt: skip
+def test_a_submodule_trains_as_in_eager(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], name: str
+) -> None:
     torch.manual_seed(0)
-    model = Beside()
-    _agree(model, RockmateModule(model, IMAGE, 1.0, untraced=["saving"]), IMAGE)
+    model, x = make(), torch.randn(shape)
+    _agree(model, RockmateModule(model, x, 1.0, untraced=[name]), x)
 
 
 class Doubled(nn.Module):

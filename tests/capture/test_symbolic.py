@@ -219,16 +219,25 @@ class Wide(nn.Module):
         )
 
 
-def test_twenty_lengths_of_a_plan_in_chunks_take_one_symbolic_capture(work: Work) -> None:
+def words_of(*shape: int) -> dict[str, Tensor]:
+    return {name: torch.randint(1024, shape) for name in ("words", "labels")}
+
+
+def in_chunks(work: Work) -> tuple[Wide, RockmateModule]:
+    """A model and its module, planned in chunks; what is done is counted from here."""
     torch.manual_seed(0)
-    model = Wide()
-    given = {name: torch.randint(1024, (4, 24)) for name in ("words", "labels")}
+    model, given = Wide(), words_of(4, 24)
     module = RockmateModule(model, given, Planner(model, given).minimum_peak_bytes // 3)
-    planned, budget_bytes = module.plan, module.plan.budget_bytes
     work.captures.clear()
+    return model, module
+
+
+def test_twenty_lengths_of_a_plan_in_chunks_take_one_symbolic_capture(work: Work) -> None:
+    model, module = in_chunks(work)
+    planned, budget_bytes = module.plan, module.plan.budget_bytes
     shapes = [(4, 24 - index) for index in range(1, 17)] + [(3, 24), (2, 19), (3, 5), (3, 11)]
     for index, shape in enumerate(shapes):
-        given = {name: torch.randint(1024, shape) for name in ("words", "labels")}
+        given = words_of(*shape)
         ours, theirs = steps_of(model, module, given)
         assert relative_error(ours.loss, theirs.loss) <= 1e-6  # sums in another order
         assert all(
@@ -248,12 +257,8 @@ def test_twenty_lengths_of_a_plan_in_chunks_take_one_symbolic_capture(work: Work
 def test_a_larger_batch_than_that_of_a_plan_in_chunks_is_planned_for_without_a_capture(
     work: Work,
 ) -> None:
-    torch.manual_seed(0)
-    model = Wide()
-    given = {name: torch.randint(1024, (4, 24)) for name in ("words", "labels")}
-    module = RockmateModule(model, given, Planner(model, given).minimum_peak_bytes // 3)
-    work.captures.clear()
-    given = {name: torch.randint(1024, (4, 30)) for name in ("words", "labels")}
+    model, module = in_chunks(work)
+    given = words_of(4, 30)
     ours, theirs = steps_of(model, module, given)
     assert relative_error(ours.loss, theirs.loss) <= 1e-6
     assert module.plan.options.loss_chunks
@@ -306,21 +311,30 @@ class Pair(nn.Module):
         return hidden[0].sum() + hidden[1].square().sum()
 
 
-def check(module: nn.Module, model: nn.Module, **given: Tensor) -> None:
-    assert_same(*steps_of(model, module, given))
+def planned(model: nn.Module, work: Work, num_rows: int = 4) -> RockmateModule:
+    """A module that is planned for so many rows of length 20; what is done is counted from here."""
+    module = RockmateModule(model, {"x": torch.randn(num_rows, 20, 8)}, 1.0)
+    work.captures.clear()
+    return module
+
+
+def check(module: RockmateModule, **given: Tensor) -> None:
+    assert_same(*steps_of(module.original, module, given))
+
+
+def check_sizes(module: RockmateModule, *sizes: tuple[int, int]) -> None:
+    for num_rows, length in sizes:
+        check(module, x=torch.randn(num_rows, length, 8))
 
 
 def test_a_branch_on_a_size_is_captured_by_itself(
     work: Work, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Branching()
-    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
-    work.captures.clear()
+    module = planned(Branching(), work)
     with caplog.at_level(logging.INFO, logger="rockmate"):
-        check(module, model, x=torch.randn(4, 15, 8))
-        check(module, model, x=torch.randn(4, 11, 8))
+        check_sizes(module, (4, 15), (4, 11))
         assert work.captures == ["symbolic"]
-        check(module, model, x=torch.randn(4, 10, 8))
+        check_sizes(module, (4, 10))
     assert work.captures == ["symbolic", "fixed"]
     (alone,) = (text for text in caplog.messages if "captured for these sizes alone" in text)
     assert "float32[4, 10, 8]" in alone
@@ -329,53 +343,41 @@ def test_a_branch_on_a_size_is_captured_by_itself(
 def test_numbers_that_are_no_integers_are_rounded_as_in_eager(
     work: Work, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Scaling()
-    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
-    work.captures.clear()
+    module = planned(Scaling(), work)
     with caplog.at_level(logging.INFO, logger="rockmate"):
-        for length in (19, 13, 7, 3):
-            check(module, model, x=torch.randn(4, length, 8))
+        check_sizes(module, (4, 19), (4, 13), (4, 7), (4, 3))
     assert work.captures == ["symbolic"]
     assert "no integer" in caplog.text
 
 
 def test_a_batch_of_one_begins_a_family_with_one_symbolic_capture(work: Work) -> None:
-    model = Branching()
-    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
-    work.captures.clear()
-    check(module, model, x=torch.randn(1, 20, 8))
+    module = planned(Branching(), work)
+    check_sizes(module, (1, 20))
     assert work.captures == ["fixed"]
-    for length in (13, 17, 12, 19):
-        check(module, model, x=torch.randn(1, length, 8))
+    check_sizes(module, (1, 13), (1, 17), (1, 12), (1, 19))
     assert work.captures == ["fixed", "symbolic"]
-    check(module, model, x=torch.randn(4, 11, 8))
+    check_sizes(module, (4, 11))
     assert work.captures == ["fixed", "symbolic", "symbolic"], "the sample has a family of its own"
-    check(module, model, x=torch.randn(1, 11, 8))
-    check(module, model, x=torch.randn(3, 12, 8))
+    check_sizes(module, (1, 11), (3, 12))
     assert len(work.captures) == 3
 
 
 def test_one_other_batch_is_captured_as_it_is_and_a_second_one_with_symbols(work: Work) -> None:
-    model = Branching()
-    module = RockmateModule(model, {"x": torch.randn(6, 20, 8)}, 1.0)
-    work.captures.clear()
-    check(module, model, x=torch.randn(5, 20, 8))
-    check(module, model, x=torch.randn(5, 20, 8))
+    module = planned(Branching(), work, num_rows=6)
+    check_sizes(module, (5, 20), (5, 20))
     assert work.captures == ["fixed"]
-    check(module, model, x=torch.randn(4, 20, 8))
-    check(module, model, x=torch.randn(3, 20, 8))
+    check_sizes(module, (4, 20), (3, 20))
     assert work.captures == ["fixed", "symbolic"]
 
 
 def test_sizes_that_were_equal_by_chance_get_symbols_of_their_own_when_they_differ(
     work: Work,
 ) -> None:
-    model = Pair()
-    module = RockmateModule(model, {"x": torch.randn(4, 20, 8), "y": torch.randn(4, 20, 8)}, 1.0)
+    sample = {"x": torch.randn(4, 20, 8), "y": torch.randn(4, 20, 8)}
+    module = RockmateModule(Pair(), sample, 1.0)
     work.captures.clear()
-    check(module, model, x=torch.randn(4, 15, 8), y=torch.randn(4, 15, 8))
-    check(module, model, x=torch.randn(4, 15, 8), y=torch.randn(4, 9, 8))
-    check(module, model, x=torch.randn(4, 6, 8), y=torch.randn(4, 11, 8))
+    for lengths in ((15, 15), (15, 9), (6, 11)):
+        check(module, **{k: torch.randn(4, n, 8) for k, n in zip("xy", lengths, strict=True)})
     assert work.captures == ["symbolic", "symbolic"]
 
 
@@ -389,12 +391,9 @@ def test_a_model_without_a_symbolic_capture_is_captured_for_each_size(
                 raise TypeError("this size is no int")
             return self.layer(x).tanh().sum()
 
-    model = Listing()
-    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
-    work.captures.clear()
+    module = planned(Listing(), work)
     with caplog.at_level(logging.INFO, logger="rockmate"):
-        check(module, model, x=torch.randn(4, 15, 8))
-        check(module, model, x=torch.randn(4, 12, 8))
+        check_sizes(module, (4, 15), (4, 12))
     assert work.captures == ["symbolic", "fixed", "fixed"]
     assert re.search("no symbolic capture for all sizes .*this size is no int", caplog.text)
 
@@ -402,18 +401,14 @@ def test_a_model_without_a_symbolic_capture_is_captured_for_each_size(
 def test_a_symbolic_graph_that_is_another_at_the_samples_sizes_is_not_used(
     work: Work, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Branching()
-    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
-    work.captures.clear()
-
-    other = Scaling()
+    module, other = planned(Branching(), work), Scaling()
 
     def of_another_model(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return capture_joint(other, *args, **kwargs)
 
     monkeypatch.setattr(symbolic, "capture_joint", of_another_model)
     with caplog.at_level(logging.INFO, logger="rockmate"):
-        check(module, model, x=torch.randn(4, 15, 8))
+        check_sizes(module, (4, 15))
     assert work.captures == ["fixed"]
     assert "at the sample's sizes the graph is another" in caplog.text
 
@@ -423,11 +418,11 @@ def test_larger_inputs_are_planned_for_without_a_capture(work: Work) -> None:
     larger = RockmateModule(copy.deepcopy(model), {"x": torch.randn(4, 30, 8)}, 1.0)
     module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, larger.plan.budget_bytes)
     work.captures.clear()
-    check(module, model, x=torch.randn(4, 30, 8))
+    check_sizes(module, (4, 30))
     assert work.captures == ["symbolic"]
     assert module.plan.baseline_peak_bytes == larger.plan.baseline_peak_bytes
     planned = module.plan
-    check(module, model, x=torch.randn(4, 25, 8))  # under the larger one's schedule
+    check_sizes(module, (4, 25))  # under the larger one's schedule
     assert work.captures == ["symbolic"]
     assert module.plan.schedule == planned.schedule
     assert module.plan.predicted_peak_bytes < planned.predicted_peak_bytes
@@ -437,36 +432,30 @@ def test_what_was_planned_outlives_the_sizes_that_took_it_over(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
-    model = Branching()
-    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
-    work.captures.clear()
+    module = planned(Branching(), work)
     work.emitted.clear()
-    for length in (19, 18, 17, 16, 19, 20):
-        check(module, model, x=torch.randn(4, length, 8))
+    check_sizes(module, *((4, length) for length in (19, 18, 17, 16, 19, 20)))
     assert (work.captures, work.emitted) == (["symbolic"], ["symbolic"])
     assert len(module._plans.runnables) == 3
 
 
 def test_a_copy_has_the_plan_and_a_symbolic_capture_of_its_own(work: Work) -> None:
-    model = Branching()
-    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
-    check(module, model, x=torch.randn(4, 15, 8))
+    module = planned(Branching(), work)
+    check_sizes(module, (4, 15))
     other = copy.deepcopy(module)
     work.captures.clear()
     work.emitted.clear()
-    for length in (20, 14, 13):
-        check(other, other.original, x=torch.randn(4, length, 8))
+    check_sizes(other, (4, 20), (4, 14), (4, 13))
     assert (work.captures, work.emitted) == (["symbolic"], ["symbolic"])
 
 
 def test_a_changed_module_has_a_symbolic_capture_of_its_own(work: Work) -> None:
     model = Branching()
-    module = RockmateModule(model, {"x": torch.randn(4, 20, 8)}, 1.0)
-    check(module, model, x=torch.randn(4, 15, 8))
+    module = planned(model, work)
+    check_sizes(module, (4, 15))
     model.layer.bias.requires_grad_(False)
-    check(module, model, x=torch.randn(4, 20, 8))
+    check_sizes(module, (4, 20))
     work.captures.clear()
-    check(module, model, x=torch.randn(4, 15, 8))
-    check(module, model, x=torch.randn(4, 14, 8))
+    check_sizes(module, (4, 15), (4, 14))
     assert work.captures == ["symbolic"]
     assert model.layer.bias.grad is None

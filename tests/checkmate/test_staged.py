@@ -14,38 +14,11 @@ from typing import Any
 
 import highspy
 import pytest
+from checkmate_cases import Builder
 
 import checkmate
 from checkmate import StagedOp, StagedProblem, StagedSolution, Status
 from checkmate.staged import in_use_bytes
-
-
-class _Builder:
-    """Collects ops and values; sizes in units of 1 MiB, times jittered by the seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.ops: list[StagedOp] = []
-        self.value_bytes: list[int] = [0]
-
-    def op(
-        self, time_ms: float, inputs: list[int], *units: float, recompute: bool = True
-    ) -> list[int]:
-        outputs = [len(self.value_bytes) + i for i in range(len(units))]
-        self.value_bytes += [int(size * 1_048_576) for size in units]
-        time_ms *= self.rng.uniform(0.8, 1.2)
-        self.ops.append(
-            StagedOp(
-                time_ms=time_ms,
-                inputs=tuple(inputs),
-                outputs=tuple(outputs),
-                recomputable=recompute,
-            )
-        )
-        return outputs
-
-    def grad(self, time_ms: float, inputs: list[int], units: float) -> int:
-        return self.op(time_ms, inputs, units, recompute=False)[0]
 
 
 def transformer(num_layers: int, seed: int = 1) -> StagedProblem:
@@ -53,9 +26,12 @@ def transformer(num_layers: int, seed: int = 1) -> StagedProblem:
 
     Value 0 is the input.
     """
-    builder = _Builder(seed)
-    op, grad = builder.op, builder.grad
-    x, layers = 0, []
+    builder = Builder(random.Random(seed), StagedOp)
+    op, x, layers = builder.op, builder.given(0), []
+
+    def grad(time_ms: float, inputs: list[int], units: float) -> int:
+        return op(time_ms, inputs, units, recomputable=False)[0]
+
     for _ in range(num_layers):
         n1, s1 = op(0.05, [x], 1, 1 / 256)
         (qkv,) = op(0.6, [n1], 3)
@@ -307,19 +283,26 @@ def test_a_chain_has_the_known_schedule() -> None:
     assert solve_staged(problem, 8).status is Status.INFEASIBLE
 
 
+def chain(sizes: tuple[int, ...], overhead_bytes: int, read: tuple[int, ...]) -> StagedProblem:
+    """Three ops one after the other, a fourth that takes much room, and a reader of values."""
+    return StagedProblem(
+        ops=(
+            StagedOp(time_ms=1.0, inputs=(), outputs=(0,)),
+            StagedOp(time_ms=2.0, inputs=(0,), outputs=(1,)),
+            StagedOp(time_ms=3.0, inputs=(1,), outputs=(2,)),
+            StagedOp(time_ms=4.0, inputs=(), outputs=(), overhead_bytes=overhead_bytes),
+            StagedOp(time_ms=5.0, inputs=read, outputs=()),
+        ),
+        value_bytes=sizes,
+    )
+
+
 def test_a_chain_made_again_holds_only_what_is_made() -> None:
     """Op 3 leaves room for nothing.
 
     Then value 2 is not yet there while value 0 is made anew, nor value 0 any more with it.
     """
-    ops = (
-        StagedOp(time_ms=1.0, inputs=(), outputs=(0,)),
-        StagedOp(time_ms=2.0, inputs=(0,), outputs=(1,)),
-        StagedOp(time_ms=3.0, inputs=(1,), outputs=(2,)),
-        StagedOp(time_ms=4.0, inputs=(), outputs=(), overhead_bytes=9),
-        StagedOp(time_ms=5.0, inputs=(2,), outputs=()),
-    )
-    problem = StagedProblem(ops=ops, value_bytes=(8, 1, 8))
+    problem = chain((8, 1, 8), 9, (2,))
     solution = solve_staged(problem, 9)
     found = solution.steps, solution.peak_bytes, solution.time_ms
     assert found == ((0, 1, 2, 3, 0, 1, 2, 4), 9, 21.0)
@@ -330,14 +313,7 @@ def test_stages_are_a_restriction() -> None:
 
     Within 12 bytes only if op 0 runs twice there, which no stage does.
     """
-    ops = (
-        StagedOp(time_ms=1.0, inputs=(), outputs=(0,)),
-        StagedOp(time_ms=2.0, inputs=(0,), outputs=(1,)),
-        StagedOp(time_ms=3.0, inputs=(1,), outputs=(2,)),
-        StagedOp(time_ms=4.0, inputs=(), outputs=(), overhead_bytes=12),
-        StagedOp(time_ms=5.0, inputs=(0, 2), outputs=()),
-    )
-    problem = StagedProblem(ops=ops, value_bytes=(4, 8, 1))
+    problem = chain((4, 8, 1), 12, (0, 2))
     assert replay_peak(problem, (0, 1, 2, 3, 0, 1, 2, 0, 4)) == 12
     assert exhaustive(problem, 12, any_order=True) == 22.0
     assert exhaustive(problem, 12) is None
@@ -350,15 +326,11 @@ def test_recomputation_only_from_an_op_on() -> None:
 
     It must be made again before op 4, the first of the backward.
     """
-    sizes = (0, 4, 4, 9, 1, 1)
-    ops = (
-        StagedOp(time_ms=1.0, inputs=(), outputs=(1,)),
-        StagedOp(time_ms=1.0, inputs=(1,), outputs=(2,)),
-        StagedOp(time_ms=1.0, inputs=(2,), outputs=(3,)),
-        StagedOp(time_ms=1.0, inputs=(3, 1), outputs=(4,)),
-        StagedOp(time_ms=1.0, inputs=(4, 2), outputs=(5,)),
+    reads = ((), (1,), (2,), (3, 1), (4, 2))
+    ops = tuple(
+        StagedOp(time_ms=1.0, inputs=read, outputs=(index,)) for index, read in enumerate(reads, 1)
     )
-    problem = StagedProblem(ops=ops, value_bytes=sizes)
+    problem = StagedProblem(ops=ops, value_bytes=(0, 4, 4, 9, 1, 1))
     free, restricted = solve_staged(problem, 14), solve_staged(problem, 14, first_recompute_op=4)
     assert free.steps == (0, 1, 2, 0, 3, 1, 4)
     assert restricted.status is Status.INFEASIBLE

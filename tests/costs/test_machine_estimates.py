@@ -236,6 +236,17 @@ def test_a_causal_mask_halves_attention_on_a_gpu() -> None:
     assert causal == [count / 2 for count in full]
 
 
+def workspaces(model: nn.Module, sample: Any, names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Estimated and measured bytes of the ops whose names begin so."""
+    graph = capture_step(model, sample).graph
+    estimated = estimate_costs(graph, load_machine("cpu-avx2")).first
+    return [
+        (ours.overhead_bytes, theirs.overhead_bytes)
+        for op, ours, theirs in zip(graph.ops, estimated, measure_costs(graph).first, strict=True)
+        if op.name.startswith(names)
+    ]
+
+
 @pytest.mark.parametrize("num_rows", [16, 40, 96])
 def test_workspaces_of_our_own_kernels_are_those_measured(num_rows: int) -> None:
     """40 rows of 32 KiB of logits are two pieces of the gradient of cross entropy and of what is
@@ -246,15 +257,10 @@ def test_workspaces_of_our_own_kernels_are_those_measured(num_rows: int) -> None
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return functional.cross_entropy(functional.dropout(self.linear(x)), labels)
 
-    step = capture_step(Head(), (torch.randn(num_rows, 8), torch.zeros(num_rows, dtype=torch.long)))
-    estimated = estimate_costs(step.graph, load_machine("cpu-avx2"))
-    measured = measure_costs(step.graph)
-    compared = 0
-    for op, ours, theirs in zip(step.graph.ops, estimated.first, measured.first, strict=True):
-        if op.name.startswith(("cross_entropy", "dropout")):
-            assert ours.overhead_bytes == theirs.overhead_bytes, op.name
-            compared += theirs.overhead_bytes > 0
-    assert compared == 4
+    sample = torch.randn(num_rows, 8), torch.zeros(num_rows, dtype=torch.long)
+    ours, theirs = zip(*workspaces(Head(), sample, ("cross_entropy", "dropout")), strict=True)
+    assert ours == theirs
+    assert sum(num_bytes > 0 for num_bytes in theirs) == 4
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -272,18 +278,11 @@ def test_workspaces_of_group_norms_are_those_measured(
             y = self.norm(y).contiguous(memory_format=formats[gradient_channels_last])
             return (y * y).sum()
 
-    step = capture_step(Normalized(), torch.randn(2, 8, 6, 6))
-    estimated = estimate_costs(step.graph, load_machine("cpu-avx2"))
-    measured = measure_costs(step.graph)
-    pairs = [
-        (ours.overhead_bytes, theirs.overhead_bytes)
-        for op, ours, theirs in zip(step.graph.ops, estimated.first, measured.first, strict=True)
-        if "group_norm" in str(op.node.target)
-    ]
-    assert len(pairs) == 2
-    assert pairs[1][0] >= 2 * 4 * 2 * 8
-    for ours, theirs in pairs:
-        assert ours == theirs
+    found = workspaces(Normalized(), torch.randn(2, 8, 6, 6), ("native_group_norm",))
+    ours, theirs = zip(*found, strict=True)
+    assert len(ours) == 2
+    assert ours[1] >= 2 * 4 * 2 * 8
+    assert ours == theirs
 
 
 def test_gradients_of_attention_take_float32_sums_on_a_gpu() -> None:

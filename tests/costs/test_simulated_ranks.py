@@ -11,7 +11,8 @@ import pytest
 import torch
 from ranks import run_on_ranks
 from sharded_net import assert_equal, batch, net, sharded, trained
-from torch import Tensor, distributed, nn
+from small_graphs import Chain
+from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -34,28 +35,17 @@ from rockmate.ops.collectives import is_communication
 
 WIDTH, ROWS = 1024, 1024
 LAYERS = 4
+WIDTHS = [WIDTH] * (LAYERS + 1)
 VALUE_BYTES = WIDTH * WIDTH * 4
 
 
-class Stack(nn.Module):
+def stack() -> tuple[Chain, Tensor]:
     """Layers whose weights are gathered one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def stack() -> tuple[Stack, Tensor]:
     with torch.device("meta"):
-        return Stack(), torch.empty(ROWS, WIDTH)
+        return Chain(*WIDTHS, bias=False), torch.empty(ROWS, WIDTH)
 
 
-def shard_layers(model: Stack, mesh: DeviceMesh | None = None, **options: Any) -> None:
+def shard_layers(model: Chain, mesh: DeviceMesh | None = None, **options: Any) -> None:
     for each in (*model.layers, model):
         fully_shard(each, mesh=mesh, **options)
 
@@ -175,7 +165,7 @@ def test_what_is_gathered_counts_whatever_the_number_of_ranks() -> None:
 def test_a_function_shards_as_it_likes() -> None:
     """Tensor parallelism below sharded parameters; half as much is gathered in half precision."""
 
-    def shard(model: Stack, mesh: DeviceMesh) -> None:
+    def shard(model: Chain, mesh: DeviceMesh) -> None:
         styles: dict[str, Any] = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
         parallelize_module(model, mesh["tensor"], styles)
         shard_layers(model, mesh["data"])
@@ -250,12 +240,12 @@ def test_refusals(tmp_path: Path) -> None:
             Planner(model, x, machine="h100", mesh=8)
     assert not distributed.is_initialized()
 
-    class Alone(Stack):
+    class Alone(Chain):
         def __deepcopy__(self, _: Any) -> Alone:
             raise RuntimeError("only one")
 
     with pytest.raises(UnsupportedModelError, match=r"Alone cannot be copied \(only one\)"):
-        Planner(Alone(), torch.empty(ROWS, WIDTH), machine="h100", mesh=8)
+        Planner(Alone(*WIDTHS), torch.empty(ROWS, WIDTH), machine="h100", mesh=8)
 
 
 def test_simulated_ranks(tmp_path: Path) -> None:

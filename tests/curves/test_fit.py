@@ -400,19 +400,10 @@ def test_moves_make_a_size_faster_and_the_largest_no_smaller() -> None:
 
 def test_a_fit_with_moves_is_measured(tmp_path: Path) -> None:
     parts = [part for _ in range(6) for part in (nn.Linear(256, 256), nn.GELU())]
-    found = rockmate.fit(
-        nn.Sequential(*parts, nn.Linear(256, 1)),
-        torch.zeros(2, 256),
-        "8MiB",
-        offload=f"disk:{tmp_path}",
-        machine=None,
-        reserve=0,
-        measure=True,
-        num_steps=1,
-        sizes=[64],
-        most=256,
-        numerics="bitwise",
-    )
+    model, offload = nn.Sequential(*parts, nn.Linear(256, 1)), f"disk:{tmp_path}"
+    options: Any = {"measure": True, "num_steps": 1, "sizes": [64], "most": 256}
+    options |= {"machine": None, "reserve": 0, "numerics": "bitwise"}
+    found = rockmate.fit(model, torch.zeros(2, 256), "8MiB", offload=offload, **options)
     assert found.largest.measured_peak_bytes
     for row in found.rows:
         assert row.measured_peak_bytes <= row.peak_bytes * 1.01

@@ -27,27 +27,6 @@ from rockmate.ops.convolutions import input_gradient
 NOISE = 0.02
 
 
-def step_of(module: nn.Module, name: str) -> Any:
-    """One step with `.grad` in place, the outputs held to the end.
-
-    A loss outside the model adds no bytes of its own.
-    """
-    case = planned(name, "medium")
-    batch = case.workload.make_batch(1)
-    inputs = {key: value for key, value in batch.items() if key != models.TARGET}
-
-    def step() -> None:
-        output = module(**inputs)
-        if name in models.HAS_OWN_LOSS:
-            output.loss.backward()
-        else:
-            # the tangent is made inside the step, as a loss would
-            output.backward(torch.ones_like(output))
-        del output
-
-    return step
-
-
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("name", models.TINY)
 def test_measured_peak_is_the_predicted_one_within_the_budget(name: str, regime: str) -> None:
@@ -57,7 +36,7 @@ def test_measured_peak_is_the_predicted_one_within_the_budget(name: str, regime:
     plan = module.plan
     assert plan.baseline_peak_bytes > 2_000_000, "too small to measure"
     zero_gradients(case.workload.model)
-    step = step_of(module, name)
+    step = models.step_of(module, case.workload, name)
     step()
     measured = allocator_peak(step)
     assert measured <= plan.budget_bytes
@@ -86,7 +65,7 @@ def test_without_recomputation_the_peak_is_at_most_eagers(name: str) -> None:
     peaks = []
     for callee, owner in ((module, case.workload.model), (eager, eager)):
         zero_gradients(owner)
-        step = step_of(callee, name)
+        step = models.step_of(callee, case.workload, name)
         step()
         peaks.append(allocator_peak(step))
     assert peaks[0] <= peaks[1]
@@ -104,7 +83,7 @@ def test_nothing_is_left_after_steps(name: str, regime: str) -> None:
     case = planned(name, "medium")
     module = case.module(regime)
     zero_gradients(case.workload.model)
-    step = step_of(module, name)
+    step = models.step_of(module, case.workload, name)
     step()
 
     def five() -> None:
@@ -342,12 +321,8 @@ def test_a_part_that_is_sliced_after_the_last_read_of_the_rest_is_copied_where_i
 
 
 def test_parts_of_a_parameter_are_not_copied_out() -> None:
+    @made_of(lambda: {"table": nn.Buffer(torch.randn(2, 64)), "middle": tower(64, 16)})
     class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.randn(2, 64))
-            self.middle = tower(64, 16)
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first, last = self.table[:1], self.table[1:]
             return (self.middle(x + first) + last).square().mean()

@@ -46,10 +46,9 @@ class GroupNormOnInput(Net):
         return super().forward(self.norm(x))
 
 
+@made_of(lambda: {"edges": nn.Buffer(torch.eye(3).to_sparse())})
 class SparseBuffer(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("edges", torch.eye(3).to_sparse())
+    pass
 
 
 class Scaled(nn.Module):
@@ -136,12 +135,8 @@ class Around(nn.Module):
         return self.inner(x)
 
 
+@made_of(lambda: {"layer": nn.Linear(16, 16), "scale": nn.Buffer(torch.full((16,), 1.5))})
 class Scripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-        self.register_buffer("scale", torch.full((16,), 1.5))
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.layer(x)) * x + self.scale
 

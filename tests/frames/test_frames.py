@@ -14,7 +14,6 @@ import torch
 from helpers import assert_alike, assert_trains_alike, records_of, zero_gradients
 from made_of import made_of, mlp
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -91,14 +90,6 @@ def test_python_random_numbers_between_frames_are_drawn_once() -> None:
     check(Chain("python random"))
 
 
-def test_accumulation_and_two_calls_before_a_backward() -> None:
-    def loss(module: nn.Module, seed: int) -> Tensor:
-        loss_of(module, seed + 10).backward()
-        return loss_of(module, seed) + loss_of(module, seed + 20)
-
-    check(Chain(), loss)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_function_in_torchscript_in_which_a_second_run_ends() -> None:
     class Scripted(Block):
@@ -119,39 +110,47 @@ def _bent(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.5 * x)
 
 
-def test_two_backwards_of_one_graph() -> None:
-    def loss(module: nn.Module, seed: int) -> Tensor:
-        value = loss_of(module, seed)
-        value.backward(retain_graph=True)
-        return value
-
-    check(Chain(), loss)
+def accumulation_and_two_calls_before_a_backward(module: nn.Module, seed: int) -> Tensor:
+    loss_of(module, seed + 10).backward()
+    return loss_of(module, seed) + loss_of(module, seed + 20)
 
 
-def test_batches_of_several_sizes() -> None:
-    check(Chain(), lambda module, seed: loss_of(module, seed, (64, 200, 3, 128)[seed]))
+def two_backwards_of_one_graph(module: nn.Module, seed: int) -> Tensor:
+    value = loss_of(module, seed)
+    value.backward(retain_graph=True)
+    return value
 
 
-def test_autocast_around_the_forward_alone() -> None:
-    def loss(module: nn.Module, seed: int) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            output = module(batch(seed))
-        return output.float().square().mean()
-
-    check(Chain(), loss)
+def batches_of_several_sizes(module: nn.Module, seed: int) -> Tensor:
+    return loss_of(module, seed, (64, 200, 3, 128)[seed])
 
 
-def test_attributes_and_modes_changed_before_the_backward() -> None:
-    def loss(module: nn.Module, seed: int) -> Tensor:
-        value = loss_of(module, seed)
-        module.eval()
-        for each in module.modules():
-            if isinstance(each, nn.Dropout):
-                each.p = 0.9
-        value.backward(retain_graph=True)
-        module.train()
-        return value
+def autocast_around_the_forward_alone(module: nn.Module, seed: int) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = module(batch(seed))
+    return output.float().square().mean()
 
+
+def attributes_and_modes_changed_before_the_backward(module: nn.Module, seed: int) -> Tensor:
+    value = loss_of(module, seed)
+    module.eval()
+    for each in module.modules():
+        if isinstance(each, nn.Dropout):
+            each.p = 0.9
+    value.backward(retain_graph=True)
+    module.train()
+    return value
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        accumulation_and_two_calls_before_a_backward, two_backwards_of_one_graph,
+        batches_of_several_sizes, autocast_around_the_forward_alone,
+        attributes_and_modes_changed_before_the_backward,
+    ],
+)  # fmt: skip
+def test_steps_of_scripts(loss: Callable[[nn.Module, int], Tensor]) -> None:
     check(Chain(), loss)
 
 
@@ -366,15 +365,8 @@ def test_auto_says_what_frames_leave_out(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_auto_plans_where_it_can() -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.softplus(self.body(x))
-
-    module = RockmateModule(Plain(), batch(0), 1.0, mode="auto")
+    layers = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), nn.Softplus()
+    module = RockmateModule(nn.Sequential(*layers), batch(0), 1.0, mode="auto")
     assert module.is_planned
     assert module.frames is None
 

@@ -158,15 +158,9 @@ class LateStatistics(Body):
         return super().forward(x)
 
 
-@made_of(lambda: {"state": 0})
+@made_of(lambda: {"state": 0, "scale": nn.Buffer(torch.ones(2, WIDTH))})
 class LateBuffer(Body):
     """Puts another tensor in the place of a buffer, from some step on."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(2, WIDTH))
 
     def factor(self) -> Any:
         self.state += 1
@@ -250,12 +244,16 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def check(model: nn.Module, budget: float, between: Between | None = None) -> None:
+def check(
+    model: nn.Module, budget: float, between: Between | None = None, mode: Any = "frames"
+) -> RockmateModule:
     plain = copy.deepcopy(model)
     expected = trained(plain, plain, between)
-    ours = trained(framed(model, budget), model, between)
+    module = RockmateModule(model, None, budget, mode=mode, on_infeasible="least")
+    ours = trained(module, model, between)
     assert len(ours) == len(expected)
     assert all(map(is_same, ours, expected))
+    return module
 
 
 @made_of(lambda: {"fake": default_fused_act_fake_quant()})
@@ -465,11 +463,7 @@ def test_auto_leaves_whole_what_does_not_repeat_itself(
     block: type[Body], caplog: pytest.LogCaptureFixture
 ) -> None:
     blocks = iter([Body, block, Body, block, Body])
-    model = Net(lambda: next(blocks)())
-    plain = copy.deepcopy(model)
-    expected = trained(plain, plain)
-    module = RockmateModule(model, None, 0.9, mode="auto", on_infeasible="least")
-    assert all(map(is_same, trained(module, model), expected))
+    module = check(Net(lambda: next(blocks)()), 0.9, mode="auto")
     assert module.frames is not None
     assert module.frames.paths == ("blocks.0", "blocks.2", "blocks.4")
     assert "left whole, as by keep=['blocks.1', 'blocks.3'], since blocks.3" in caplog.text
@@ -517,10 +511,7 @@ def test_iterators_of_a_module_are_used_up_once(
     mode: Any, make: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     (model := Net()).blocks[1] = ReadsIterator(make)
-    plain = copy.deepcopy(model)
-    module = RockmateModule(model, None, 0.9, mode=mode, on_infeasible="least")
-    expected = trained(plain, plain)
-    assert all(map(is_same, trained(module, model), expected))
+    module = check(model, 0.9, mode=mode)
     assert module.frames is not None
     assert "blocks.0" in module.frames.paths
     assert "calls of blocks.1, and others like them, never run again" in caplog.text

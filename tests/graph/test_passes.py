@@ -296,22 +296,16 @@ def test_each_pass_has_work_in_some_model() -> None:
     idle = {name_of(each) for each in (*REWRITES, *JOINT_PASSES, *GRAPH_PASSES)}
     for name in MODELS:
         capture, options = made(name)
-        text = [joint_text(capture)]
+        text = [text_of(capture)]
 
-        def note_joint(each: Pass[Capture], after: Capture, text: list[str] = text) -> None:
-            text.append(joint_text(after))
+        def note(each: Pass[Any], after: Capture | Graph, text: list[str] = text) -> None:
+            text.append(text_of(after))
             if text[-1] != text[-2]:
                 idle.discard(name_of(each))
 
-        capture = run_checked((*REWRITES, *JOINT_PASSES), capture, options, note_joint)
+        capture = run_checked((*REWRITES, *JOINT_PASSES), capture, options, note)
         graph = build_graph(capture)
-        text.append(str(graph))
-
-        def note(each: Pass[Graph], after: Graph, text: list[str] = text) -> None:
-            text.append(str(after))
-            if text[-1] != text[-2]:
-                idle.discard(name_of(each))
-
+        text.append(text_of(graph))
         run_checked(GRAPH_PASSES, graph, options, note)
     # PyTorch 2.11 traces no check of the values of `one_hot`.
     absent = {"drop_value_checks"} if torch.__version__.startswith("2.11.") else set()
@@ -322,7 +316,9 @@ def test_each_pass_has_work_in_some_model() -> None:
     assert idle <= absent | elsewhere
 
 
-def joint_text(capture: Capture) -> str:
-    nodes = capture.joint.graph.nodes
+def text_of(graph: Capture | Graph) -> str:
+    if isinstance(graph, Graph):
+        return str(graph)
+    nodes = graph.joint.graph.nodes
     lines = [f"{node.format_node()} {[each.dtype for each in tensors_of(node)]}" for node in nodes]
-    return "\n".join(lines) + str([str(node) for node, _ in capture.outputs])
+    return "\n".join(lines) + str([str(node) for node, _ in graph.outputs])

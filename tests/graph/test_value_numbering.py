@@ -86,33 +86,14 @@ def nasty(h: Tensor) -> Any:
     """Equal outputs, outputs that are views or copies of each other, copies of what is returned,
     draws from equal arguments."""
     a, b = h.exp(), h.exp()
-    noise = (
-        functional.dropout(h, 0.5)
-        + functional.dropout(h, 0.5)
-        + torch.rand_like(h) * torch.rand_like(h)
-    )
+    noise = functional.dropout(h, 0.5) + functional.dropout(h, 0.5)
+    noise = noise + torch.rand_like(h) * torch.rand_like(h)
     copy = a.clone() * 1.0
-    same = (
-        (h * 1.0) ** 1
-        + h.clone()
-        + (h + 0.0)
-        + (h + -0.0)
-        + h.view(h.shape).t().t().expand(h.shape)
-    )
-    count = torch.arange(8) + 0
-    return (
-        a,
-        b,
-        copy,
-        copy.detach(),
-        same,
-        noise,
-        count,
-        torch.arange(8),
-        h.t().detach(),
-        h.t().detach(),
-        functional.dropout(h, 0.0),
-    )
+    same = (h * 1.0) ** 1 + h.clone() + (h + 0.0) + (h + -0.0)
+    same = same + h.view(h.shape).t().t().expand(h.shape)
+    counts = torch.arange(8) + 0, torch.arange(8)
+    views = h.t().detach(), h.t().detach(), functional.dropout(h, 0.0)
+    return a, b, copy, copy.detach(), same, noise, *counts, *views
 
 
 def test_nasty_graph_gives_the_same_bits() -> None:
@@ -172,25 +153,13 @@ def test_copies_of_nothing_new_go() -> None:
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8]
 )
 def test_what_counts_as_a_copy_is_one(dtype: torch.dtype) -> None:
-    x = (
-        torch.tensor(SPECIAL * 7).to(dtype)
-        if dtype.is_floating_point
-        else torch.arange(-60, 60).to(dtype)
-    )
-    results = [
-        aten.clone(x),
-        aten._to_copy(x, dtype=dtype),
-        aten.pow.Tensor_Scalar(x, 1),
-        aten.mul.Tensor(x, 1),
-        aten.mul.Scalar(x, 1),
-    ]
+    values = torch.tensor(SPECIAL * 7) if dtype.is_floating_point else torch.arange(-60, 60)
+    x = values.to(dtype)
+    results = [aten.clone(x), aten._to_copy(x, dtype=dtype)]
+    results += [op(x, 1) for op in (aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.mul.Scalar)]
     if dtype.is_floating_point:
-        results += [
-            aten.pow.Tensor_Scalar(x, 1.0),
-            aten.mul.Tensor(x, 1.0),
-            aten.div.Tensor(x, 1.0),
-            aten.div.Scalar(x, 1),
-        ]
+        ops = aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.div.Tensor
+        results += [*(op(x, 1.0) for op in ops), aten.div.Scalar(x, 1)]
     else:
         results += [aten.add.Tensor(x, 0), aten.sub.Tensor(x, 0), aten.add.Scalar(x, 0)]
     defined = (
@@ -277,15 +246,8 @@ def test_draw_that_nobody_reads_stays() -> None:
 def test_constants_of_different_kind_do_not_merge() -> None:
     def kinds(h: Tensor) -> tuple[Tensor, ...]:
         integers = (h.detach() > 0).long()
-        made = (
-            integers * True,
-            integers * 1,
-            integers * 1.0,
-            integers + 2,
-            integers + 2.0,
-            integers.float(),
-            integers.double(),
-        )
+        made = [integers * factor for factor in (True, 1, 1.0)]
+        made += [integers + 2, integers + 2.0, integers.float(), integers.double()]
         filled = (torch.full((3,), 1), torch.full((3,), 1.0), torch.full((3,), True))
         return h, *(t + 1 for t in made), *(t.clone() for t in filled)
 
@@ -334,14 +296,8 @@ def test_equal_outputs_stay_apart() -> None:
 
     def outputs(h: Tensor) -> tuple[Tensor, ...]:
         hidden = h.tanh()
-        return (
-            h.cos(),
-            h.cos(),
-            hidden.clone().detach(),
-            hidden.detach().clone(),
-            (hidden * 1.0).detach(),
-            hidden.sin(),
-        )
+        copies = hidden.clone().detach(), hidden.detach().clone(), (hidden * 1.0).detach()
+        return h.cos(), h.cos(), *copies, hidden.sin()
 
     x = torch.randn(16, 8)
 
@@ -369,17 +325,8 @@ def test_equal_outputs_stay_apart() -> None:
 
 
 def test_buffers_that_get_equal_values_keep_memory_of_their_own() -> None:
+    @made_of(lambda: {"linear": nn.Linear(8, 8)} | {k: nn.Buffer(torch.zeros(8)) for k in "abc"})
     class Counting(nn.Module):
-        a: Tensor
-        b: Tensor
-        c: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            for name in "abc":
-                self.register_buffer(name, torch.zeros(8))
-
         def forward(self, x: Tensor) -> Tensor:
             h = self.linear(x)
             self.a.add_(h.detach().mean(0))

@@ -25,6 +25,11 @@ LENGTHS = [20, 3, 17, 5, 9, 1, 14, 2, 19, 8, 15, 6, 11, 12, 4, 16, 13, 7, 18, 10
 MULTIPLE, PADDED_LENGTHS = 7, [7, 14, 21]
 
 
+def judged(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return {"loss": loss, "logits": logits}
+
+
 class Reader(nn.Module):
     """A score for the next word, from a recurrent layer over the words so far, which runs as it
     is."""
@@ -38,11 +43,7 @@ class Reader(nn.Module):
         self.head = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, VOCABULARY))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        scores = self.head(self.dropout(self.reader(self.embedding(input_ids))[0]))
-        return {
-            "loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()),
-            "logits": scores,
-        }
+        return judged(self.head(self.dropout(self.reader(self.embedding(input_ids))[0])), labels)
 
 
 class Looping(nn.Module):
@@ -63,11 +64,7 @@ class Looping(nn.Module):
         states = [words[:, 0]]
         for place in range(1, int(words.shape[1])):
             states.append(torch.tanh(states[-1] * self.decay + words[:, place]))
-        logits = self.head(torch.stack(states, 1))
-        return {
-            "loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
-            "logits": logits,
-        }
+        return judged(self.head(torch.stack(states, 1)), labels)
 
 
 def row(length: int, seed: int) -> dict[str, Tensor]:

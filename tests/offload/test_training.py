@@ -61,18 +61,10 @@ def test_measured_bytes_are_the_predicted_ones(name: str, share: float, tmp_path
     module = planner.module(int(least + share * (most - least)))
     plan = module.plan
     assert plan.schedule.moves
-    inputs = {k: v for k, v in workload.make_batch(1).items() if k != models.TARGET}
-
-    def step() -> None:
-        output = module(**inputs)
-        if name in models.HAS_OWN_LOSS:
-            output.loss.backward()
-        else:
-            output.backward(torch.ones_like(output))
-
     zero_gradients(workload.model)
-    step()
-    measured = allocator_peak(step)
+    one_step = models.step_of(module, workload, name)
+    one_step()
+    measured = allocator_peak(one_step)
     assert measured <= plan.budget_bytes
     assert abs(plan.predicted_peak_bytes / measured - 1) <= NOISE
     assert disk_of(workload.model, tmp_path).num_bytes == plan.simulation.host_bytes

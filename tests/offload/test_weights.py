@@ -13,6 +13,7 @@ import pytest
 import torch
 from fine_tuning import batch, llama
 from helpers import differing, net_allocated, same_gradients
+from models import Adapted
 from moves import Net, rows
 from safetensors.torch import load_file, save_file
 from schedules import verify
@@ -34,26 +35,13 @@ from rockmate.errors import InfeasibleMemoryLimitError, InvalidArgumentError, In
 QUICK: dict[str, Any] = {"time_limit_s": 0.5, "numerics": "bitwise"}
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer with an adapter beside it."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down = nn.Linear(layer.in_features, 4, bias=False)
-        self.up = nn.Linear(4, layer.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.up(self.down(x))
-
-
 def with_adapters(model: nn.Module) -> nn.Module:
     """The model with all of its parameters frozen, and adapters beside its products."""
     model.requires_grad_(False)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear) and name != "lm_head":
-                setattr(module, name, Adapted(child))
+                setattr(module, name, Adapted(child, 4))
     return model
 
 
@@ -61,7 +49,7 @@ def layers() -> nn.Module:
     """Sixteen frozen products of 64 KiB each, with adapters and activations between them."""
     torch.manual_seed(0)
     parts = [part for _ in range(16) for part in (nn.Linear(128, 128), nn.GELU())]
-    return Net(*[Adapted(p) if isinstance(p, nn.Linear) else p for p in parts]).train()
+    return Net(*[Adapted(p, 4) if isinstance(p, nn.Linear) else p for p in parts]).train()
 
 
 def frozen_bytes(model: nn.Module) -> int:
@@ -142,7 +130,7 @@ def test_quantized_weights_go_home_as_they_are(
     model = layers()
     for each in model.modules():
         if isinstance(each, Adapted):
-            each.layer = quantize(each.layer)  # pyright: ignore
+            each.inner = quantize(each.inner)  # pyright: ignore
     eager, where = copy.deepcopy(model), addresses(model)
     planner = planner_of(tmp_path, model)
     module = planner.module(planner.minimum_peak_bytes + 4096)
@@ -196,9 +184,9 @@ def test_what_a_script_writes_into_a_weight_counts(tmp_path: Path) -> None:
     module = module_of(tmp_path, model)
     module(rows(0)).backward()
     for each in (model, eager):
-        weight: Any = each.get_parameter("2.layer.weight")
+        weight: Any = each.get_parameter("2.inner.weight")
         weight.data.mul_(1.5)
-        other: Any = each.get_parameter("20.layer.weight")
+        other: Any = each.get_parameter("20.inner.weight")
         other.data = other.data * 0.5
     same_step(module, eager, rows(1))
     state = {name: 1.1 * value for name, value in eager.state_dict().items()}

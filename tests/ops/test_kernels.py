@@ -61,11 +61,8 @@ def test_dropout_in_two_parts_is_native_dropout(probability: float, dtype: torch
         torch.manual_seed(3)
         output, mask = torch.native_dropout(values, probability, True)
         state = torch.get_rng_state()
-        if (
-            probability == 1.0
-            # Eager's dropout draws nothing where all is dropped, unlike the fused op that it is
-            # captured as.
-        ):
+        # Eager's dropout draws nothing where all is dropped, unlike the fused op of its capture.
+        if probability == 1.0:
             torch.manual_seed(3)
             state = torch.get_rng_state()
         torch.manual_seed(3)
@@ -163,9 +160,8 @@ def test_dropout_converts_its_mask_in_even_pieces(numel: int, sizes: list[int]) 
         for (_, earlier), (_, later) in itertools.pairwise(points)
         if later > earlier
     ]
-    assert [
-        num_bytes for num_bytes in allocated if num_bytes > 64
-    ] == sizes  # beside numbers of no dim
+    # beside numbers of no dim
+    assert [num_bytes for num_bytes in allocated if num_bytes > 64] == sizes
     assert peak_beyond_result(lambda: dropout_apply(values, mask, 0.5), values.device) == max(sizes)
 
 
@@ -370,6 +366,7 @@ def arguments_of(target: Any) -> tuple[Any, ...]:
     a, b = torch.randn(6, 5), torch.randn(6, 5)
     mask = torch.rand(6, 5) > 0.5
     scores, classes = a.log_softmax(1), torch.randint(0, 5, (6,))
+    gradient, total = torch.tensor(1.0), torch.tensor(6.0)
     rows = torch.randperm(6)[:, None].expand(6, 5)
     special: dict[Any, tuple[Any, ...]] = {
         aten.pow.Tensor_Scalar: (a.abs(), 1.5),
@@ -389,15 +386,7 @@ def arguments_of(target: Any) -> tuple[Any, ...]:
         aten._softmax_backward_data.default: (a, b.softmax(1), 1, torch.float32),
         aten.native_dropout_backward.default: (a, mask, 1.25),
         aten.addmm.default: (a, torch.randn(6, 4), torch.randn(4, 5)),
-        cross_entropy_backward: (
-            torch.tensor(1.0),
-            scores,
-            classes,
-            None,
-            1,
-            -100,
-            torch.tensor(6.0),
-        ),
+        cross_entropy_backward: (gradient, scores, classes, None, 1, -100, total),
         dropout_apply: (a, mask, 0.3),
         aten.scatter_add.default: (a, 0, rows, b),
         aten.scatter.src: (a, 0, rows, b),
@@ -554,6 +543,9 @@ def test_structure_refuses_what_it_does_not_know() -> None:
         ("3 PB", None), ("1,000", None), ("1e3", None), ("٣GB", None), ("6 GiB/s", None),
         ("nan", None), ("inf", None), (float("inf"), None), (-0.1, None), (1.0000001, None),
         (2**80, 2**80),
+        # not rounded through a float: 0.7 GB and 16 digits stay what they are
+        ("4.35kB", 4350), ("9007199254740993B", 9007199254740993), ("1.1MB", 1_100_000),
+        ("64.1GB", 64_100_000_000),
     ],
 )  # fmt: skip
 def test_budget_table(budget: Any, num_bytes: int | None) -> None:
@@ -562,14 +554,6 @@ def test_budget_table(budget: Any, num_bytes: int | None) -> None:
             parse_budget(budget, 1001)
     else:
         assert parse_budget(budget, 1001) == num_bytes
-
-
-def test_size_is_exact() -> None:
-    """A size is not rounded through a float: 0.7 GB and 16 digits stay what they are."""
-    assert parse_budget("4.35kB", 1) == 4350
-    assert parse_budget("9007199254740993B", 1) == 9007199254740993
-    assert parse_budget("1.1MB", 1) == 1_100_000
-    assert parse_budget("64.1GB", 1) == 64_100_000_000
 
 
 # --- random state ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import assert_same, train
+from helpers import assert_same_steps, train
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -71,9 +71,7 @@ def test_a_second_start_measures_nothing_and_trains_alike(
     assert second.plan.lower_bound_ms <= first.plan.lower_bound_ms
     eager = models.Stack(2).train()
     eager.load_state_dict(second.state_dict())
-    steps = zip(train(second, second, loss_of), train(eager, eager, loss_of), strict=True)
-    for ours, theirs in steps:
-        assert_same(ours, theirs)
+    assert_same_steps(train(second, second, loss_of), train(eager, eager, loss_of))
 
 
 def test_calls_of_other_sizes_find_their_plan(

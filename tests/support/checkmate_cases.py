@@ -6,16 +6,17 @@ Transformer blocks, random graphs, exhaustive search, and a check of plans.
 import random
 from itertools import combinations
 from math import fsum, isclose
+from typing import Any
 
 from checkmate import Knapsack, Op, Solution
 
 
-class _Builder:
-    """Collects ops and values; `unit` bytes and times are jittered where a generator is given."""
+class Builder:
+    """Collects ops of a kind and values, in units of 1 MiB; times are jittered by a generator."""
 
-    def __init__(self, rng: random.Random | None) -> None:
-        self.rng = rng
-        self.ops: list[Op] = []
+    def __init__(self, rng: random.Random | None, kind: type[Any] = Op) -> None:
+        self.rng, self.kind = rng, kind
+        self.ops: list[Any] = []
         self.value_bytes: list[int] = []
         self.required: set[int] = set()
 
@@ -32,7 +33,7 @@ class _Builder:
             time_ms *= self.rng.uniform(0.8, 1.2)
         outputs = [self.given(size) for size in units]
         self.ops.append(
-            Op(
+            self.kind(
                 time_ms=time_ms,
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
@@ -90,7 +91,7 @@ def transformer(num_layers: int, *, seed: int | None = None) -> Knapsack:
 
     With a seed every op's time is its own, the hardest case.
     """
-    builder = _Builder(None if seed is None else random.Random(seed))
+    builder = Builder(None if seed is None else random.Random(seed))
     x = builder.given(1)
     for _ in range(num_layers):
         x = builder.layer(x)

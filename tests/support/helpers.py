@@ -20,6 +20,7 @@ from typing import Any
 import models
 import numpy as np
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -267,6 +268,11 @@ def assert_same(ours: Step, reference: Step) -> None:
     assert torch.equal(ours.random_state, reference.random_state), "the generator is elsewhere"
 
 
+def assert_same_steps(ours: Iterable[Step], reference: Iterable[Step]) -> None:
+    for mine, other in zip(ours, reference, strict=True):
+        assert_same(mine, other)
+
+
 def check_against_eager(
     model: nn.Module,
     sample: Any,
@@ -285,8 +291,7 @@ def check_against_eager(
     for module in modules:
         model.load_state_dict(before)
         model.zero_grad(set_to_none=True)
-        for ours, theirs in zip(train(module, model, loss_of, num_steps), reference, strict=True):
-            assert_same(ours, theirs)
+        assert_same_steps(train(module, model, loss_of, num_steps), reference)
     return modules[-1]
 
 
@@ -309,12 +314,9 @@ def assert_close(ours: Step, reference: Step) -> None:
 # --- work ---------------------------------------------------------------------------------------
 
 
+@made_of(lambda: {"counts": Counter()})
 class _Counter(TorchDispatchMode):
     """Counts the calls of each op by its name, in place and `out=` forms included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[str(func).split(".")[1].rstrip("_")] += 1

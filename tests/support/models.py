@@ -94,6 +94,26 @@ _MEDIUM: dict[str, Callable[[], Workload]] = {
 }  # fmt: skip
 
 
+def step_of(module: nn.Module, workload: Workload, name: str) -> Callable[[], None]:
+    """One step with `.grad` in place, the outputs held to the end.
+
+    A loss outside the model adds no bytes of its own.
+    """
+    batch = workload.make_batch(1)
+    inputs = {key: value for key, value in batch.items() if key != TARGET}
+
+    def step() -> None:
+        output = module(**inputs)
+        if name in HAS_OWN_LOSS:
+            output.loss.backward()
+        else:
+            # the tangent is made inside the step, as a loss would
+            output.backward(torch.ones_like(output))
+        del output
+
+    return step
+
+
 # --- small and peculiar ---------------------------------------------------------------------------
 
 

@@ -187,12 +187,10 @@ class SetUpFromData(Block):
 
 
 @kind
+@made_of(
+    lambda: {"scale": nn.Parameter(torch.ones(WIDTH)), "ready": nn.Buffer(torch.tensor(False))}
+)
 class SetUpFromDataByBuffer(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("ready", torch.tensor(False))
-
     def forward(self, x: Tensor) -> Tensor:
         if not self.ready:
             with torch.no_grad():
@@ -759,11 +757,8 @@ class DetachedBranch(Block):
 
 
 @kind
+@made_of(lambda: {"zero": nn.Buffer(torch.tensor(0.0))})
 class BufferThatRequiresAGradient(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("zero", torch.tensor(0.0))
-
     def forward(self, x: Tensor) -> Tensor:
         self.zero.requires_grad_(self.training)
         return super().forward(x) + self.zero

@@ -32,9 +32,9 @@ NAMES = ("gpt2", "llama", "bert-base", "vit-base", "hf-resnet", "resnet50", "mlp
 class Chain(nn.Module):
     """Linear layers with an activation that its gradient needs, of unequal widths."""
 
-    def __init__(self, *widths: int) -> None:
+    def __init__(self, *widths: int, bias: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
+        self.layers = nn.ModuleList(nn.Linear(*each, bias=bias) for each in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

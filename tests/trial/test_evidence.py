@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_of import mlp
+from made_of import made_of, mlp
 from torch import Tensor, nn
 
 from rockmate import RockmateModule, timeline
@@ -115,12 +115,9 @@ def test_where_no_plan_leaves_room_a_warning_says_so(
     assert ("leaves" in line) == ("Give one" not in line) == ("replan" not in options)
 
 
+@made_of(lambda: {"lines": []})
 class Heard(logging.Handler):
     """Keeps the lines of a script's log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())

@@ -76,12 +76,6 @@ class Reduced:
     parts: tuple[Part, ...]
 
 
-def ticks_of(problem: Knapsack) -> tuple[int, ...]:
-    """The time of each op in ticks."""
-    ticks_in_ms = 10.0 ** _exponent(problem)
-    return tuple(round(op.time_ms * ticks_in_ms) for op in problem.ops)
-
-
 def ms_of_ticks(problem: Knapsack, ticks: float) -> float:
     """A sum of ticks in milliseconds, rounded down by the largest rounding error of all ops."""
     return max(0.0, ticks - len(problem.ops) / 2) / 10.0 ** _exponent(problem)
@@ -101,7 +95,8 @@ def reduce(problem: Knapsack) -> Reduced:
         the parts.
     """
     ops, sizes = problem.ops, problem.value_bytes
-    ticks = ticks_of(problem)
+    ticks_in_ms = 10.0 ** _exponent(problem)
+    ticks = tuple(round(op.time_ms * ticks_in_ms) for op in ops)
     maker = {value: index for index, op in enumerate(ops) for value in op.outputs}
     available = {
         value
@@ -169,9 +164,8 @@ def _part(
         links = tuple(v for v in op.outputs if v in needed and v not in available)
         for value in links:
             local[value] = len(local)
-        reads = (
-            sorted({local[v] for v in op.inputs if v not in available}) if op.recomputable else []
-        )
+        inputs = op.inputs if op.recomputable else ()
+        reads = sorted({local[v] for v in inputs if v not in available})
         kept = problem.required.intersection(op.outputs)
         part_ops.append(
             PartOp(

@@ -136,12 +136,9 @@ def in_use_bytes(problem: StagedProblem, steps: Sequence[int]) -> list[int]:
     used = []
     for position, (index, live) in enumerate(zip(steps, live_values(problem, steps), strict=True)):
         op = problem.ops[index]
-        copies = (
-            problem.held.intersection(op.outputs) if first[index] < position else frozenset[int]()
-        )
-        used.append(
-            sum(problem.value_bytes[value] for value in (*live, *copies)) + op.overhead_bytes
-        )
+        copies = problem.held.intersection(op.outputs if first[index] < position else ())
+        sizes = (problem.value_bytes[value] for value in (*live, *copies))
+        used.append(sum(sizes) + op.overhead_bytes)
     return used
 
 

@@ -130,23 +130,15 @@ class StagedModel:
 
     def _last_run(self, index: int) -> int:
         """The last stage in which a recomputation of an op can be of use."""
-        return max(
-            (
-                self._last_wanted[value]
-                for value in self.problem.ops[index].outputs
-                if value in self._readers
-            ),
-            default=-1,
-        )
+        read = self._readers.keys() & set(self.problem.ops[index].outputs)
+        return max((self._last_wanted[value] for value in read), default=-1)
 
     def _find_first_tight(self, budget_bytes: int) -> int:
         """The first stage that does not fit if all values are retained that can be read later."""
         size, maker = self.problem.value_bytes, self.problem.maker
         for stage, op in enumerate(self.problem.ops):
             wanted = (v for v in self._droppable if maker[v] < stage <= self._last_wanted[v])
-            used = (
-                sum(size[v] for v in wanted) + sum(size[v] for v in op.outputs) + op.overhead_bytes
-            )
+            used = sum(size[v] for v in (*wanted, *op.outputs)) + op.overhead_bytes
             if used + self._held_bytes(stage) > budget_bytes:
                 return stage
         return self._num_stages
@@ -219,9 +211,8 @@ class StagedModel:
                 live[value] = self._available(stage, value)
             elif maker[value] < stage <= self._last_wanted[value]:
                 is_before = index < maker[value]
-                live[value] = [
-                    self._S[stage, value] if is_before else self._tail(stage, value, index)
-                ]
+                term = self._S[stage, value] if is_before else self._tail(stage, value, index)
+                live[value] = [term]
         return live
 
     # --- rows ---
@@ -261,26 +252,16 @@ class StagedModel:
 
     def _bound_peak(self, stage: int, budget_bytes: int) -> None:
         """The bytes in use during each op of a stage are within the budget."""
+        sizes = self.problem.value_bytes
         for index in range(stage + 1):
             run = self._run(stage, index)
             if run == 0:
                 continue
             coefficients: dict[Variable, int] = {}
             left, most = budget_bytes - self._held_bytes(stage), 0
-            beside = self.problem.ops[index].overhead_bytes
-            beside += sum(
-                self.problem.value_bytes[v]
-                for v in self.problem.ops[index].outputs
-                if v in self._permanent
-            )
-            parts = [
-                (beside, [run]),
-                *(
-                    (self.problem.value_bytes[v], terms)
-                    for v, terms in self._live(stage, index).items()
-                ),
-            ]
-            for size, terms in parts:
+            op, live = self.problem.ops[index], self._live(stage, index)
+            beside = op.overhead_bytes + sum(sizes[v] for v in op.outputs if v in self._permanent)
+            for size, terms in [(beside, [run]), *((sizes[v], live[v]) for v in live)]:
                 variables = [term for term in terms if not isinstance(term, int)]
                 if any(term == 1 for term in terms):
                     left -= size

@@ -7,7 +7,6 @@ unless the time limit stops the solver.
 
 from time import monotonic
 
-from checkmate.backend import Outcome
 from checkmate.problem import Status
 from checkmate.staged import (
     StagedProblem,
@@ -50,9 +49,11 @@ def solve_staged(
     model = StagedModel(problem, budget_bytes, first_recompute_op=first_recompute_op)
     if model.is_infeasible:
         return StagedSolution(status=Status.INFEASIBLE)
+    least_ms = problem.min_time_ms
     while True:
         outcome = model.program.solve(deadline - monotonic())
-        bound_ms = _bound_ms(problem, model, outcome)
+        proved_ms = least_ms + outcome.bound * model.ms_per_unit
+        bound_ms = max(least_ms, proved_ms - _BOUND_TOLERANCE * least_ms)
         if outcome.status in (Status.INFEASIBLE, Status.NOT_FOUND):
             return StagedSolution(status=outcome.status, bound_ms=bound_ms)
         steps = without_dead_runs(problem, model.steps(outcome))
@@ -64,12 +65,6 @@ def solve_staged(
         position = used.index(max(used))
         stage = len(set(steps[:position]))
         model.forbid(stage, steps[position], sorted(live_values(problem, steps)[position]))
-
-
-def _bound_ms(problem: StagedProblem, model: StagedModel, outcome: Outcome) -> float:
-    """The solver's bound in milliseconds, rounded down."""
-    least_ms = problem.min_time_ms
-    return max(least_ms, least_ms + outcome.bound * model.ms_per_unit - _BOUND_TOLERANCE * least_ms)
 
 
 def _answer(

@@ -123,7 +123,5 @@ def in_flight_knapsack(
     read_after = {storage for op in point.after for storage in op.reads} - point.live
     weights = [num_others + (storage in read_after) for storage in values]
     weights += [num_others] * (len(problem.value_bytes) - len(values))
-    weighted = tuple(
-        weight * size for weight, size in zip(weights, problem.value_bytes, strict=True)
-    )
-    return replace(problem, value_bytes=weighted), values
+    pairs = zip(weights, problem.value_bytes, strict=True)
+    return replace(problem, value_bytes=tuple(weight * size for weight, size in pairs)), values

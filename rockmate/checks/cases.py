@@ -182,6 +182,8 @@ def cases(device: torch.device, folder: str) -> tuple[Case, ...]:
     tier = f"disk:{folder}" if device.type == "cpu" else "host"
     dropped = partial(_language_model, dropout=0.1)
     large = partial(_language_model, vocabulary=8 * _VOCABULARY)
+    fused = {"kernels": "fused"}
+    moved = {"offload": tier}
     return (
         Case(name="GPT-2", build=_gpt2, is_random=True),
         Case(name="Llama with LoRA", build=_llama_with_lora),
@@ -189,18 +191,9 @@ def cases(device: torch.device, folder: str) -> tuple[Case, ...]:
         Case(name="dropout", build=dropped, is_random=True),
         Case(name="smallest budgets", build=_language_model, budget=0.01, options=_LEAST),
         Case(name="bf16 autocast", build=_language_model, autocast=True),
-        Case(
-            name="fused kernels",
-            build=_language_model,
-            options={"kernels": "fused"},
-            is_bitwise=False,
-        ),
+        Case(name="fused kernels", build=_language_model, options=fused, is_bitwise=False),
         Case(name="loss in chunks", build=large, budget=0.3, is_bitwise=False),
         Case(name="frames", build=dropped, budget=0.7, options={"mode": "frames"}, is_random=True),
         Case(name="a saved plan", build=_language_model, saves=True),
-        Case(
-            name=f"moves ({tier.partition(':')[0]})",
-            build=_language_model,
-            options={"offload": tier},
-        ),
+        Case(name=f"moves ({tier.partition(':')[0]})", build=_language_model, options=moved),
     )

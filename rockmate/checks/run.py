@@ -91,10 +91,8 @@ def check_case(case: Case, device: torch.device) -> CheckRow:
     """Runs one step; an error of any kind is a failure of its row."""
     begin = time.perf_counter()
     try:
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            warnings.catch_warnings(),
-        ):
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries, about their own deprecated calls
             torch.manual_seed(0)
             return replace(_row(case, device), seconds=time.perf_counter() - begin)

@@ -222,7 +222,10 @@ def _batches(arguments: Namespace) -> list[Batch]:
 
     Each sequence of a batch advances through a part of the text of its own.
     """
-    text, length = standard_library_text(), arguments.tokens
+    # The sources of the standard library's public top-level modules, by name.
+    files = sorted(Path(os.__file__).parent.glob("[!_]*.py"))
+    text = b"".join(path.read_bytes() for path in files)
+    length = arguments.tokens
     step_bytes, stretch_bytes = length * _STEP_LENGTHS, len(text) // arguments.batch
     if stretch_bytes < arguments.steps * step_bytes:
         raise InvalidArgumentError(
@@ -236,12 +239,6 @@ def _batches(arguments: Namespace) -> list[Batch]:
         tokens = torch.tensor([[*text[start : start + length]] for start in starts])
         batches.append({"input_ids": tokens, "labels": tokens})
     return batches
-
-
-def standard_library_text() -> bytes:
-    """The sources of the standard library's public top-level modules, by name."""
-    folder = Path(os.__file__).parent
-    return b"".join(path.read_bytes() for path in sorted(folder.glob("[!_]*.py")))
 
 
 def _title(model: nn.Module, arguments: Namespace) -> str:

@@ -28,18 +28,14 @@ def report(result: DemoResult) -> str:
         verdict = "identical" if theirs == own else "DIFFERENT"
         rows.append((f"loss of step {index + 1}", f"{theirs:.7f}", f"{own:.7f}", verdict))
     budget_share = f"{plan.budget_bytes / eager_bytes:.3f}"
+    time_ratio = f"{result.measured_ratio:.3f}"
     peaks = plan.baseline_peak_bytes, plan.predicted_peak_bytes
     rows += [
         ("activation budget", "", size_text(plan.budget_bytes), budget_share),
         _compared("activation peak, predicted", *peaks, size_text),
         _compared("activation peak, measured", eager_bytes, planned.memory.peak_bytes, size_text),
         _compared("step time, predicted", plan.baseline_ms, plan.predicted_ms, _ms),
-        (
-            "step time, measured (median)",
-            _ms(eager_ms),
-            _ms(planned_ms),
-            f"{result.measured_ratio:.3f}",
-        ),
+        ("step time, measured (median)", _ms(eager_ms), _ms(planned_ms), time_ratio),
         ("planning time", "", f"{result.planning_s:.1f} s", ""),
     ]
     width = max(len(row[0]) for row in rows)

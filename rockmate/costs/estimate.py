@@ -250,7 +250,11 @@ def _num_launches(node: fx.Node) -> int:
 
 def _compute_ms(node: fx.Node, machine: Machine) -> float:
     flops = num_flops(node)
-    return machine.compute_ms(flops, _first_float(node).dtype, _kind(node)) if flops else 0.0
+    if not flops:
+        return 0.0
+    operands = [tensor for argument in node.all_input_nodes for tensor in tensors_of(argument)]
+    first = next((tensor for tensor in operands if tensor.is_floating_point()), operands[0])
+    return machine.compute_ms(flops, first.dtype, _kind(node))
 
 
 def _elements_ms(node: fx.Node, target: Any, machine: Machine) -> float:
@@ -378,15 +382,8 @@ def _packet(target: Any) -> Any:
     return target.overloadpacket if is_op(target) else _STANDS_FOR.get(target, target)
 
 
-def _first_float(node: fx.Node) -> torch.Tensor:
-    """The first operand in floating point, or the first of all."""
-    operands = [tensor for argument in node.all_input_nodes for tensor in tensors_of(argument)]
-    return next((tensor for tensor in operands if tensor.is_floating_point()), operands[0])
-
-
 def _distinct_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements, an expanded dimension counted once."""
     dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.element_size() * math.prod(
-        size for size, stride in dimensions if stride or size == 0
-    )
+    sizes = (size for size, stride in dimensions if stride or size == 0)
+    return tensor.element_size() * math.prod(sizes)

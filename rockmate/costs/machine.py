@@ -138,11 +138,8 @@ class Machine:
 
 def known_machines() -> list[str]:
     """Names of the machines whose descriptions come with this package."""
-    return sorted(
-        entry.name.removesuffix(".toml")
-        for entry in _shipped().iterdir()
-        if entry.name.endswith(".toml")
-    )
+    files = (entry.name for entry in _shipped().iterdir())
+    return sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml"))
 
 
 def load_machine(machine: str | Path | Machine) -> Machine:
@@ -239,14 +236,10 @@ def _figures(origin: str, place: str, values: Any) -> dict[str, float]:
     if not isinstance(values, dict):
         raise MachineError(f"{origin} has {values!r} where {place} is a table. {_how_to()}")
     for key, value in values.items():
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < float("inf")
-        ):
-            raise MachineError(
-                f"{origin} has {key} = {value!r} in {place}; write a number above 0."
-            )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < float("inf"):
+            msg = f"{origin} has {key} = {value!r} in {place}; write a number above 0."
+            raise MachineError(msg)
     return dict(values)
 
 

@@ -56,11 +56,9 @@ class SizedPlanners:
         None if no chunks have a smaller peak than the step as captured.
         """
         whole = self.whole(size)
-        forms = ChunkableBlocks(
-            self.step(size), whole.baseline_peak_bytes, numerics="any_order"
-        ).chunkings
+        blocks = ChunkableBlocks(self.step(size), whole.baseline_peak_bytes, numerics="any_order")
         best, least_bytes = None, whole.minimum_peak_bytes
-        for chunks in (form[-1] for form in forms):
+        for chunks in (form[-1] for form in blocks.chunkings):
             planner = self.planner(size, chunks)
             if planner is not None and planner.minimum_peak_bytes < least_bytes:
                 best, least_bytes = chunks, planner.minimum_peak_bytes

@@ -27,9 +27,8 @@ _NUM_NAMED = 12
 
 def page(sweep: Sweep) -> str:
     """The page."""
-    template = Template(
-        (resources.files("rockmate.curves") / "page.html").read_text(encoding="utf-8")
-    )
+    file = resources.files("rockmate.curves") / "page.html"
+    template = Template(file.read_text(encoding="utf-8"))
     shown = sweep.recommended or (sweep.feasible[-1] if sweep.feasible else None)
     what = "Time of a step against activation peak, a curve for each strategy"
     return template.substitute(

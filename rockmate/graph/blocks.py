@@ -113,9 +113,8 @@ def partition(graph: Graph) -> BlockChain:
         boundary_at = _cuts(forward, lives, carried)
         cuts = tuple(_merge_small(forward, sorted(boundary_at), small))
         if cuts not in tried:
-            tried[cuts] = _assemble(
-                graph, forward, cuts, carried, [boundary_at[cut] for cut in cuts]
-            )
+            boundaries = [boundary_at[cut] for cut in cuts]
+            tried[cuts] = _assemble(graph, forward, cuts, carried, boundaries)
     return min(tried.values(), key=_floor)
 
 

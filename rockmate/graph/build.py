@@ -219,7 +219,10 @@ class _Builder:
         self._ops.append(op)
 
     def _new_storage(self, value: torch.Tensor, root: fx.Node) -> Storage:
-        num_bytes = _allocated_bytes(value, self._allocation_bytes)
+        # As the allocator counts, unless told otherwise: on a CPU as asked for, on CUDA in blocks.
+        own_bytes = CUDA_BLOCK_BYTES if value.device.type == "cuda" else 1
+        size = value.untyped_storage().nbytes()
+        num_bytes = block_bytes(size, self._allocation_bytes or own_bytes)
         storage = Storage(len(self._storages), num_bytes, root)
         self._storages.append(storage)
         self._by_identity[storage_id(value)] = storage
@@ -248,9 +251,8 @@ class _Builder:
         """
         for op in self._ops:
             parents = [storage.producer for storage in op.reads if storage.producer]
-            if any(storage.is_tangent for storage in op.reads) or any(
-                parent.phase is Phase.BACKWARD for parent in parents
-            ):
+            is_below = any(parent.phase is Phase.BACKWARD for parent in parents)
+            if is_below or any(storage.is_tangent for storage in op.reads):
                 op.phase = Phase.BACKWARD
         ends = [
             self._storage_of[node].producer
@@ -348,10 +350,8 @@ def _set_recomputation(op: Op) -> None:
         op.saved_state_bytes = indices.meta["val"].nbytes // 4
     elif target is FUNCTIONAL_BATCH_NORM:
         # The running statistics may have changed by then.
-        op.recompute_target, op.recompute_args = (
-            recompute_batch_norm,
-            (*args[:3], None, None, *args[5:]),
-        )
+        op.recompute_target = recompute_batch_norm
+        op.recompute_args = (*args[:3], None, None, *args[5:])
     elif not getattr(target, "runs_once", False) and not any(s.is_updated for s in op.reads):
         op.recompute_target = target
 
@@ -374,9 +374,3 @@ def _pooled_indices(op: Op) -> fx.Node | None:
     assert isinstance(values, fx.Node)
     can = can_recompute_max_pool(values.meta["val"], *rest)  # pyright: ignore[reportArgumentType]
     return items_of(op.node).get(1) if can else None
-
-
-def _allocated_bytes(value: torch.Tensor, granularity: int | None) -> int:
-    """Bytes that the allocator counts: CPU as asked for, CUDA in blocks, unless told otherwise."""
-    granularity = granularity or (CUDA_BLOCK_BYTES if value.device.type == "cuda" else 1)
-    return block_bytes(value.untyped_storage().nbytes(), granularity)

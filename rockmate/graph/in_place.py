@@ -111,10 +111,8 @@ def reusable_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node
         op: the op that writes the result.
         ends: storages without a read after this run of the op.
     """
-    for operand in _operands_of(graph, op):
-        if graph.storage_of[operand] in ends:
-            return operand
-    return None
+    operands = _operands_of(graph, op)
+    return next((each for each in operands if graph.storage_of[each] in ends), None)
 
 
 @once_for_each
@@ -154,9 +152,8 @@ def _operands(graph: Graph, op: Op) -> Iterator[fx.Node]:
             continue
         if may_be_saved_opaquely(graph, graph.storage_of[operand]):
             continue
-        if _same_memory_layout(operand.meta["val"], result) and not _reads_twice(
-            graph, op, operand
-        ):
+        is_alike = _same_memory_layout(operand.meta["val"], result)
+        if is_alike and not _reads_twice(graph, op, operand):
             yield operand
 
 

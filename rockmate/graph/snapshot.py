@@ -241,9 +241,8 @@ class StepSnapshot:
         A schedule for this step then serves `other`.
         """
         pairs = zip(self.storages, other.storages, strict=False)
-        return self.is_wired_like(other) and all(
-            mine.num_bytes >= theirs.num_bytes for mine, theirs in pairs
-        )
+        is_larger = all(mine.num_bytes >= theirs.num_bytes for mine, theirs in pairs)
+        return is_larger and self.is_wired_like(other)
 
     def is_wired_like(self, other: StepSnapshot) -> bool:
         """Whether `other` has the same ops in the same wiring, on tensors of any size."""

@@ -58,7 +58,9 @@ def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
     # Equal layers share their stack traces.
     traces = {op.node.meta.get("stack_trace") or "" for op in graph.ops}
     source_of = {trace: _source(trace) for trace in traces}
-    groups = _group_numbers(graph)
+    collectives = [op.node for op in graph.ops if is_communication(op.node.target)]
+    names = dict.fromkeys(name for node in collectives for name in groups_of(node))
+    groups = {name: number for number, name in enumerate(names)}  # names differ between ranks
     return StepSnapshot(
         torch_version=".".join(torch.__version__.split(".")[:2]),
         call=_portable(str(call)),
@@ -131,13 +133,6 @@ def _kind(storage: Storage, role: Role | None) -> StorageKind:
 def _role_text(role: Role) -> str:
     which = role.path or ".".join((str(role.index), *role.inner))
     return f"{role.kind.value.replace('_', ' ')} {which}"
-
-
-def _group_numbers(graph: Graph) -> dict[str, int]:
-    """Process groups by their first collective. Their names differ from rank to rank."""
-    nodes = [op.node for op in graph.ops if is_communication(op.node.target)]
-    names = dict.fromkeys(name for node in nodes for name in groups_of(node))
-    return {name: number for number, name in enumerate(names)}
 
 
 def call_text(node: fx.Node, groups: Mapping[str, int]) -> str:

@@ -261,11 +261,8 @@ def _is_pure(target: Any) -> bool:
     """Whether its equal calls give equal results and do nothing else."""
     if not is_op(target):
         return target is operator.getitem or target in _PURE_KERNELS
-    return (
-        target.namespace in _NAMESPACES
-        and not schema_of(target).is_mutable
-        and not is_random(target)
-    )
+    is_functional = target.namespace in _NAMESPACES and not schema_of(target).is_mutable
+    return is_functional and not is_random(target)
 
 
 def _is_large_fill(node: fx.Node) -> bool:

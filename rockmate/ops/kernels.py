@@ -238,11 +238,8 @@ def can_recompute_normalization(*tensors: torch.Tensor | None) -> bool:
     channels_last = CHANNELS_LAST.get(values.ndim, torch.contiguous_format)
     is_dense = values.is_contiguous() or values.is_contiguous(memory_format=channels_last)
     is_served = values.dtype in (torch.float32, torch.float64) and values.device.type == "cpu"
-    return (
-        is_dense
-        and is_served
-        and all(vector.dtype == values.dtype and vector.is_contiguous() for vector in vectors)
-    )
+    are_alike = all(vector.dtype == values.dtype and vector.is_contiguous() for vector in vectors)
+    return is_dense and is_served and are_alike
 
 
 # Dtype of saved max-pooling offsets. Decision 16 has the cost in memory.

@@ -67,9 +67,8 @@ class StorageExplanation:
         """Whether it is saved, moved, recomputed, several of these, or none."""
         if self.kind.is_static:
             return "static: there before the step and after it, not counted"
-        times = {1: "once", 2: "twice"}.get(
-            self.num_recomputations, f"{self.num_recomputations} times"
-        )
+        number = self.num_recomputations
+        times = {1: "once", 2: "twice"}.get(number, f"{number} times")
         recomputed = f"recomputed {times}, {self.recompute_ms:.3f} ms in all"
         if self.is_kept:
             fate = "saved from the forward to the backward"

@@ -93,16 +93,6 @@ class ChunkableBlocks:
             return f"the loss block has {block.num_rows} rows, too few for chunks of {_MIN_ROWS}"
         return ""
 
-    def layer_refusal(self, block: Region) -> str:
-        """Why no chunking of a feed-forward block is planned; empty if there is one."""
-        if not self.is_allowed:
-            return _NOT_ALLOWED
-        if not _has_rows_for(block, _LAYER_CHUNKS):
-            return (
-                f"it has {block.num_rows} rows, too few for {_LAYER_CHUNKS} chunks of {_MIN_ROWS}"
-            )
-        return ""
-
     @cached_property
     def chunkings(self) -> tuple[tuple[Chunks, ...], ...]:
         """The chunkings to plan: forms of small peaks first, each with falling chunk sizes."""
@@ -175,5 +165,7 @@ def _layer_note(
         return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
     if chunks and chunks.layers > 1:
         return ChunkingNote(module=block.name, text=f"in {chunks.layers} chunks of its rows")
-    reason = blocks.layer_refusal(block) or _UNUSED_HINT
+    reason = _UNUSED_HINT if blocks.is_allowed else _NOT_ALLOWED
+    if blocks.is_allowed and not _has_rows_for(block, _LAYER_CHUNKS):
+        reason = f"it has {block.num_rows} rows, too few for {_LAYER_CHUNKS} chunks of {_MIN_ROWS}"
     return ChunkingNote(module=block.name, text=f"not in chunks: {reason}")

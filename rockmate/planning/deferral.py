@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rockmate._util import Ints
+from rockmate._util import Ints, once_for_each
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase
 from rockmate.ops.collectives import is_communication
@@ -26,6 +26,7 @@ from rockmate.schedule.schedule import Schedule, finish
 from rockmate.schedule.simulate import Simulation
 
 
+@once_for_each
 def deferrable_ops(graph: Graph) -> frozenset[Op]:
     """The backward ops that may run later without a change of any number.
 

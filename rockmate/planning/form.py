@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
 from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain
 from rockmate.graph.snapshot_capture import snapshot_chain
 from rockmate.planning.candidate import Candidate
@@ -60,7 +60,8 @@ def advice_on_marks(captured: Form, strategy: str, time_limit_s: float) -> str:
     Measured costs are reused.
     """
     peaks = []
-    for source in _mark_sources(captured.graph)[:_MAX_EXPLAINED]:
+    sources = (source for each in captured.graph.storages for source in each.mark_sources)
+    for source in islice(dict.fromkeys(sources), _MAX_EXPLAINED):
         step = captured.step.without_marks(source)
         assert [op.name for op in step.graph.ops] == [op.name for op in captured.graph.ops]
         form = Form(step, captured.costs, StoppingRule(time_limit_s=time_limit_s))
@@ -69,9 +70,3 @@ def advice_on_marks(captured: Form, strategy: str, time_limit_s: float) -> str:
         return ""
     texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
     return f"Marks take part in that peak: {'; '.join(texts)}."
-
-
-def _mark_sources(graph: Graph) -> list[str]:
-    """What asked for the marks of a graph's values, each once."""
-    sources = (source for storage in graph.storages for source in storage.mark_sources)
-    return list(dict.fromkeys(sources))

@@ -189,9 +189,8 @@ class LocalSearch:
         # As a rule, the peak falls by a byte with each byte that is not saved, for each forward in
         # flight.
         excess_bytes = relaxed.peak_bytes - budget_bytes
-        limit_bytes = (
-            relaxed.simulation.saved_bytes - excess_bytes // self.problem.graph.num_in_flight
-        )
+        spared_bytes = excess_bytes // self.problem.graph.num_in_flight
+        limit_bytes = relaxed.simulation.saved_bytes - spared_bytes
         if limit_bytes > 0 and (schedule := starts.from_knapsack(limit_bytes)) is not None:
             yield "knapsack", refiner.evaluate(schedule)
 
@@ -204,16 +203,14 @@ class LocalSearch:
             return best
         perturbation = Perturbation(problem, budget_bytes)
         max_idle = share * min(_STALL_ROUNDS, _STALL_OPS // len(problem.graph.ops))
+        least_gain_ms = _MIN_GAIN * problem.baseline.time_ms
         num_idle = 0
         while not problem.is_solved(best, budget_bytes):
             effort = problem.gap(best, budget_bytes) / (_FULL_EFFORT * problem.rule.gap_tolerance)
             if num_idle + 1 > min(1.0, effort) * max_idle:
                 break
             source, found = perturbation.round(best)
-            is_gain = (
-                found is not None
-                and found.time_ms < best.time_ms - _MIN_GAIN * problem.baseline.time_ms
-            )
+            is_gain = found is not None and found.time_ms < best.time_ms - least_gain_ms
             best = fastest(best, found)
             self._trace(budget_bytes).note(source, best)
             num_idle = 0 if is_gain else num_idle + 1

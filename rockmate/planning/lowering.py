@@ -6,7 +6,7 @@ result. So does a late op, which only the backward needs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from rockmate.graph.blocks import Block, BlockChain
 from rockmate.graph.ir import Graph, Op, Phase, Storage
@@ -62,7 +62,7 @@ def lower_saved(graph: Graph, chain: BlockChain, saved: Collection[Storage]) -> 
     """
     whole = chain.whole()
     once = {s for op in whole.forward if op.recompute_target is None for s in op.writes}
-    available = {*saved, *once, *_outputs(graph.ops)}
+    available = {*saved, *once, *(s for s in graph.storages if s.is_output)}
     return finish(graph, [op.index for op in whole.forward], backward_steps(whole, available))
 
 
@@ -82,7 +82,7 @@ def lower_sequence(graph: Graph, chain: BlockChain, sequence: RotorSequence) -> 
     steps: list[int] = []
     num_forward: int | None = None
     ran: set[Op] = set()
-    uncounted = {*chain.carried, *_outputs(graph.ops)}
+    uncounted = {*chain.carried, *(s for s in graph.storages if s.is_output)}
     for step in sequence:
         block = chain.blocks[step.stage]
         if step.kind == "B":
@@ -96,8 +96,3 @@ def lower_sequence(graph: Graph, chain: BlockChain, sequence: RotorSequence) -> 
                 ran.add(op)
     assert num_forward is not None
     return finish(graph, steps[:num_forward], steps[num_forward:])
-
-
-def _outputs(ops: Iterable[Op]) -> list[Storage]:
-    """The storages that the user holds."""
-    return [storage for op in ops for storage in op.writes if storage.is_output]

@@ -135,9 +135,8 @@ def spill_until_feasible(
 def _evict_around(ranges: LiveRanges, worst: int, budget_bytes: int) -> bool:
     """Evicts values at position `worst` until part of the excess is gone; False if none can go."""
     evicted = False
-    enough = budget_bytes + int(
-        (int(ranges.live_bytes[worst]) - budget_bytes) * (1 - _EXCESS_SHARE)
-    )
+    excess = int(ranges.live_bytes[worst]) - budget_bytes
+    enough = budget_bytes + int(excess * (1 - _EXCESS_SHARE))
     for storage in _by_price(ranges, worst, budget_bytes):
         # An eviction in this loop may have added a read of the value or taken an input away.
         gap = _gap(ranges, storage, worst)

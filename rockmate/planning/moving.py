@@ -116,16 +116,6 @@ class MoveFinder:
         chosen, live = self._choose(profile, budget_bytes, preferred)
         if live.max() > budget_bytes:
             return None
-        return self._placed(schedule, profile, chosen, live, budget_bytes)
-
-    def _placed(
-        self,
-        schedule: Schedule,
-        profile: _Profile,
-        chosen: Sequence[Gap],
-        live: Ints,
-        budget_bytes: int,
-    ) -> tuple[Schedule, Simulation] | None:
         moves = place_moves(profile, chosen, live, budget_bytes, self._link)
         moved = with_moves(self._graph, schedule, moves)
         found = simulate(self._graph, moved, self._costs)

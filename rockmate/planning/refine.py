@@ -7,8 +7,6 @@ in `moves` and `deferral`.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op
 from rockmate.planning.candidate import Candidate, evaluate, fastest
@@ -101,16 +99,12 @@ class ScheduleRefiner:
                 readers = first_readers(self._graph, candidate.schedule)
         return candidate
 
-    @cached_property
-    def _deferrable(self) -> frozenset[Op]:
-        return deferrable_ops(self._graph)
-
     def _fullest_deferrable(
         self, candidate: Candidate, readers: FirstReaders, tried: set[Op]
     ) -> int | None:
         """The position of a deferrable op not `tried`, while most bytes are live."""
         live_bytes = candidate.simulation.live_bytes
-        left = {op.index for op in self._deferrable - tried}
+        left = {op.index for op in deferrable_ops(self._graph) - tried}
         fullest, most_bytes = None, 0
         for position, index in enumerate(candidate.schedule.steps):
             if index not in left:

@@ -36,7 +36,7 @@ class RotorFamily:
         self, graph: Graph, chain: BlockChain, costs: Costs, *, max_bytes: int = 0
     ) -> None:
         self._graph, self._chain, self._costs = graph, chain, costs
-        self._uncounted = chain.carried | {s for op in graph.ops for s in op.writes if s.is_output}
+        self._uncounted = chain.carried.union(s for s in graph.storages if s.is_output)
         stages = tuple(map(self._stage, chain.blocks))
         slots = max(_MIN_SLOTS, min(_MAX_SLOTS, _TABLE_CELLS // len(stages) ** 2))
         self._table = Table(stages, max(max_bytes, slots), num_slots=slots)

@@ -105,7 +105,13 @@ def sharded_copy(
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    _refuse_divided(model)
+    divided = [name for name, each in model.named_parameters() if isinstance(each, DTensor)]
+    if divided:
+        msg = (
+            f"{divided[0]} is divided among ranks already, and mesh= shards a plain model. Leave "
+            "mesh out, or give the plain model."
+        )
+        raise UnsupportedModelError(msg)
     with simulated_ranks(prod(sizes.values())):
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         made = _without_memory(model)
@@ -134,16 +140,6 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from [child] if next(child.parameters(), None) is not None else []
         else:
             yield from _layers(child)
-
-
-def _refuse_divided(model: nn.Module) -> None:
-    divided = [name for name, each in model.named_parameters() if isinstance(each, DTensor)]
-    if divided:
-        msg = (
-            f"{divided[0]} is divided among ranks already, and mesh= shards a plain model. Leave "
-            "mesh out, or give the plain model."
-        )
-        raise UnsupportedModelError(msg)
 
 
 def _without_memory(model: nn.Module) -> nn.Module:

@@ -109,11 +109,8 @@ def _feed_forward(
     for node in capture.joint.graph.nodes:
         if node in taken or not _widens(node) or node.meta["val"].nbytes < least_bytes:
             continue
-        block = (
-            region_of(capture, node, halves=halves)
-            if node.target in PRODUCTS
-            else _refused_product(node)
-        )
+        has_rule = node.target in PRODUCTS
+        block = region_of(capture, node, halves=halves) if has_rule else _refused_product(node)
         if isinstance(block, Region):
             if node in block.forward and block.backward and _is_narrowed(block, numel(node)):
                 found[node] = block
@@ -171,16 +168,10 @@ def _widens(node: fx.Node) -> bool:
 
 def _refused_product(node: fx.Node) -> Refusal:
     """Refuses a matrix product that is not in `PRODUCTS`."""
-    groups = [
-        value
-        for value in node.all_input_nodes
-        if numel(value) and not value.meta["val"].is_floating_point()
-    ]
-    reason = (
-        "multiplies rows group by group, and the rows of a group depend on values"
-        if groups
-        else "has no rule for rows"
-    )
+    reason = "has no rule for rows"
+    tensors = [each for each in node.all_input_nodes if numel(each)]
+    if not all(each.meta["val"].is_floating_point() for each in tensors):  # some tell the groups
+        reason = "multiplies rows group by group, and the rows of a group depend on values"
     return Refusal.of(InseparableError(node, reason), module_of(node))
 
 

@@ -99,11 +99,8 @@ class Refusal:
         return cls(call=error.call, module=module, reason=error.reason, block=block)
 
     def __str__(self) -> str:
-        return (
-            f"{self.call} in {self.module or 'no single submodule'} {self.reason}"
-            if self.call
-            else self.reason
-        )
+        where = f"{self.call} in {self.module or 'no single submodule'} "
+        return where + self.reason if self.call else self.reason
 
 
 def module_of(node: fx.Node) -> str:
@@ -288,8 +285,6 @@ def has_several_results(node: fx.Node) -> bool:
 def _num_stored_elements(node: fx.Node) -> int:
     """Returns the number of elements in a value's storage: fewer than `numel` if expanded."""
     value = node.meta.get("val")
-    return (
-        value.untyped_storage().nbytes() // value.element_size()
-        if isinstance(value, torch.Tensor)
-        else 0
-    )
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return value.untyped_storage().nbytes() // value.element_size()

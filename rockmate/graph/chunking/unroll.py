@@ -125,18 +125,16 @@ class Unroller:
 
     def _write_call(self, node: fx.Node, chunk: int) -> None:
         chunked_call = self.region.chunked_calls[node]
-        args = self._chunk_argument(
-            node, node.args if chunked_call.args is None else chunked_call.args, chunk
-        )
+        args = node.args if chunked_call.args is None else chunked_call.args
+        args = self._chunk_argument(node, args, chunk)
         kwargs = self._chunk_argument(node, dict(node.kwargs), chunk)
         target = chunked_call.target or node.target
         is_sum = chunked_call.forms == (PARTIAL,)
         if is_sum and node not in self.emitted:
             self._accumulate(node, target, args, kwargs)
         else:
-            self.chunk_values.setdefault(node, []).append(
-                self._insert(target, args, kwargs, like=node)
-            )
+            value = self._insert(target, args, kwargs, like=node)
+            self.chunk_values.setdefault(node, []).append(value)
 
     def _insert(
         self,
@@ -147,6 +145,9 @@ class Unroller:
         like: fx.Node,
     ) -> fx.Node:
         return insert_call(self.graph, target, args, kwargs, like=like)
+
+    def _cast(self, value: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
+        return self._insert(_aten._to_copy.default, (value,), {"dtype": dtype}, like=like)
 
     def _accumulate(
         self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -162,9 +163,7 @@ class Unroller:
         if before is not None:
             self.wholes[node] = self._insert(_aten.add.Tensor, (before, part), like=node)
         elif is_half and part.meta["val"].dtype in HALF_PRECISION:
-            self.wholes[node] = self._insert(
-                _aten._to_copy.default, (part,), {"dtype": torch.float32}, like=node
-            )
+            self.wholes[node] = self._cast(part, torch.float32, like=node)
         else:
             self.wholes[node] = part
 
@@ -178,16 +177,8 @@ class Unroller:
         if target is _aten.mm.default and node.meta["val"].device.type == "cuda":
             return _aten.mm.dtype, (*args, torch.float32), kwargs
         if target is _aten.mm.default:
-            return (
-                target,
-                tuple(
-                    self._insert(
-                        _aten._to_copy.default, (arg,), {"dtype": torch.float32}, like=node
-                    )
-                    for arg in args
-                ),
-                kwargs,
-            )
+            wide = tuple(self._cast(arg, torch.float32, like=node) for arg in args)
+            return target, wide, kwargs
         if target in (_aten.sum.dim_IntList, _aten.sum.default):
             return target, args, {**kwargs, "dtype": torch.float32}
         return target, args, kwargs
@@ -207,9 +198,8 @@ class Unroller:
             return self.chunk_values[value][chunk]
         if value in self.wholes:
             return self.wholes[value]
-        rows = self.region.input_rows.get(value) or self.region.chunked_calls[node].slices.get(
-            value
-        )
+        slices = self.region.chunked_calls[node].slices
+        rows = self.region.input_rows.get(value) or slices.get(value)
         value = self.unit_copies.get(value, value)
         return value if rows is None else self._slice(value, rows, chunk)
 
@@ -256,9 +246,7 @@ class Unroller:
                 if divisor != 1:
                     total = self._insert(_aten.div.Scalar, (total, divisor), like=node)
                 if total.meta["val"].dtype != dtype:
-                    total = self._insert(
-                        _aten._to_copy.default, (total,), {"dtype": dtype}, like=node
-                    )
+                    total = self._cast(total, dtype, like=node)
                 self.wholes[node] = total
             elif any(user not in self.calls for user in node.users):
                 rows = self.region.chunked_calls[node].forms[0]
@@ -312,9 +300,8 @@ class Unroller:
         }
         returned = [node for node, _ in self.capture.outputs]
         for node in self.region.backward:
-            if node.target is not _aten.mm.default or self.region.chunked_calls[node].forms != (
-                PARTIAL,
-            ):
+            is_partial = self.region.chunked_calls[node].forms == (PARTIAL,)
+            if node.target is not _aten.mm.default or not is_partial:
                 continue
             views, last = list[fx.Node](), node
             while len(last.users) == 1 and (user := next(iter(last.users))).target in VIEWS:
@@ -333,9 +320,8 @@ class Unroller:
             value = part
             with self.graph.inserting_before(part.next):
                 for view in views:
-                    value = self._insert(
-                        view.target, (value, *view.args[1:]), view.kwargs, like=view
-                    )
+                    args = value, *view.args[1:]
+                    value = self._insert(view.target, args, view.kwargs, like=view)
             gradients.append(value)
         last = views[-1] if views else node
         returned: Any = output.args[0]

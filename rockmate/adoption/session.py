@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 _SHARE_OF_DEVICE = 0.95  # the rest is for what the allocator loses to fragments
 _MOST_IN_FLIGHT = 4  # each further one is planned anew
 _NONE = "no model was called in training mode that an optimizer of torch.optim trains"
+_OF_OPS = ("/rockmate/state/writes.py", "/rockmate/_torch/dispatch.py")  # run what models call
 _AS_IN_EAGER = "%s: it runs as in eager, within no budget, since %s"
 
 
@@ -268,8 +269,9 @@ class Session:
 def _is_of_script(error: Exception) -> bool:
     """Whether the script's own code has raised an error, or a function of PyTorch that it calls."""
     files = [each.filename for each in traceback.extract_tb(error.__traceback__)]
-    own = [each for each in files if not each.startswith(OTHERS[0])]
-    return bool(own) and not own[-1].startswith((OTHERS[1], "<"))
+    while files and (files[-1].startswith(OTHERS[0]) or files[-1].endswith(_OF_OPS)):
+        files.pop()
+    return bool(files) and not files[-1].startswith((OTHERS[1], "<"))
 
 
 def _caller() -> str:

@@ -96,8 +96,8 @@ class PeakCheck:
         """Says so where frames as they are cannot keep the budget in a step; later ones may."""
         if peak_bytes > _TOLERANCE * budget_bytes:
             logger.warning(
-                "a step takes %s, more than the budget of %s: its frames have to be split or their "
-                "insides captured, which the next steps do.",
+                "a step takes %s, more than the budget of %s. Next its frames are split, or their "
+                "insides captured, which may take less.",
                 size_text(peak_bytes), size_text(budget_bytes),
             )  # fmt: skip
 

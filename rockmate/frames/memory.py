@@ -62,20 +62,25 @@ class Room:
     is_capturing: bool = False
     is_limited: bool = True
     _inputs: Hashable = None
+    _saved_bytes: int = 0
+    _known_bytes: int = 0
     _scales: dict[Hashable, float] = field(default_factory=dict)
 
     def set_scale(self, inputs: Hashable, share: float, *, learns: bool) -> None:
-        """Takes inputs of a size, and their share of the recorded ones, or what a step showed."""
-        known = self._scales.get(inputs, share) if learns else share
-        self._inputs, self.scale = inputs, max(share, known)
+        """Takes inputs of a size, and their share of the recorded ones.
 
-    def note_saved(self, share: float) -> None:
-        """A frame has saved a share of what it saved in the recorded step.
-
-        A step that saves as much as that one is as large, whatever its inputs are.
+        Where a step with inputs of this size has saved a larger share of the recorded bytes, it
+        `learns` that the next one is as large: it may make tensors that do not follow from them.
         """
-        if min(1.0, share) > self.scale:
-            self.scale = self._scales[self._inputs] = min(1.0, share)
+        if self._known_bytes and learns:
+            self._scales[self._inputs] = min(1.0, self._saved_bytes / self._known_bytes)
+        self._inputs, self.scale = inputs, max(share, self._scales.get(inputs, share))
+        self._saved_bytes = self._known_bytes = 0
+
+    def note_saved(self, num_bytes: int, known_bytes: int) -> None:
+        """A frame has saved so much, and in the recorded step the known bytes."""
+        self._saved_bytes += num_bytes
+        self._known_bytes += known_bytes
 
 
 @dataclass(slots=True)
@@ -304,7 +309,10 @@ class Memory:
         if is_tried and frame.num_bytes and not frame.can_be_dropped:
             self.log.undropped.add(frame.key.path)
         if self.needs is not None and not self.measuring.is_on:
-            self.room.note_saved(frame.num_bytes / max(1, self.needs.of(frame.key).saved_bytes))
+            # A step that saves as much as the recorded one is as large, whatever its inputs are.
+            known_bytes = self.needs.of(frame.key).saved_bytes
+            self.room.note_saved(frame.num_bytes, known_bytes)
+            self.room.scale = max(self.room.scale, min(1.0, frame.num_bytes / max(1, known_bytes)))
             self.needs.learn(frame.key, int(frame.num_bytes / self.room.scale))
         self.hold(frame)
         self._make_room_after(frame)
@@ -333,8 +341,7 @@ class Memory:
         self.storages.kept_bytes += frame.num_bytes
         if frame.schedule is None:
             if self.needs is not None and not self.measuring.is_on:
-                known_bytes = self.needs.of(frame.key).saved_bytes
-                self.room.note_saved(frame.num_bytes / max(1, known_bytes))
+                self.room.note_saved(frame.num_bytes, self.needs.of(frame.key).saved_bytes)
             self.log.counts.num_kept += 1
             self.log.dropped[frame.key] = "nothing, without hooks"
         else:

@@ -129,9 +129,9 @@ def refuse_surroundings() -> None:
     if is_checkpointed():
         msg = (
             "this training call runs inside of a checkpoint (torch.utils.checkpoint), which would "
-            "run the whole planned step again. Call the module without a checkpoint around it: what "
-            "is recomputed is chosen within. Or checkpoint module.original, the plain model with "
-            "the same parameters."
+            "run the whole planned step again. Call the module without a checkpoint around it, as "
+            "the module chooses what is recomputed. Or checkpoint module.original, the plain model "
+            "with the same parameters."
         )
         raise UnsupportedModelError(msg)
     transform = active_transform()

@@ -172,9 +172,9 @@ def _result_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, oth
     given = with_changed(meta, (args, kwargs))
     try:
         made = tensors_in(op(*given[0], **given[1]))
+        return sum(each.untyped_storage().nbytes() for each in made)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         return otherwise
-    return sum(each.untyped_storage().nbytes() for each in made)
 
 
 @cache

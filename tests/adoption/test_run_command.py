@@ -281,9 +281,10 @@ def test_models_that_have_ended_leave_their_share(tmp_path: Path) -> None:
 SKIPPING = """
 forward = Net.forward
 def refusing(self, x):
+    made = forward(self, x)
     if len(x) == 7:
         raise ValueError("a batch of seven")
-    return forward(self, x)
+    return made
 Net.forward = refusing
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for size in (64, 64, 7, 64, 64, 64):
@@ -291,8 +292,10 @@ for size in (64, 64, 7, 64, 64, 64):
         net.blocks[3] = nn.Linear(32, 32)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     try:
-        net(torch.randn(size, 32)).square().mean().backward()
+        loss = net(torch.randn(size, 32)).square().mean()
+        loss.backward()
         optimizer.step()
+        print(loss.item())
     except ValueError as error:
         print(error)
 """

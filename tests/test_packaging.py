@@ -188,8 +188,9 @@ def test_ctrl_c_ends_a_command_quietly() -> None:
     for seconds in (0.5, 4):
         command = [sys.executable, "-m", "rockmate", "check", "--quiet"]
         running = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells may ignore it
+        )  # fmt: skip
         time.sleep(seconds)
         running.send_signal(signal.SIGINT)
         _, said = running.communicate(timeout=120)

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import enum
 import logging
+import pickle
 import random
 import re
 import threading
@@ -259,8 +260,8 @@ def _with_attributes(handler: Handler) -> Handler:
     return Handler(take, put)
 
 
-def _set_numpy(value: np.random.Generator, state: Any) -> None:
-    value.bit_generator.state = state
+def _set_numpy(value: np.random.Generator, state: bytes) -> None:
+    value.bit_generator.state = pickle.loads(state)
 
 
 def _array_bytes(value: np.ndarray[Any, Any]) -> bytes | None:
@@ -326,7 +327,8 @@ _HANDLERS: Sequence[tuple[Any, Handler]] = (
         ),
     ),
     (random.Random, Handler(random.Random.getstate, random.Random.setstate)),
-    (np.random.Generator, Handler(lambda value: value.bit_generator.state, _set_numpy)),
+    (np.random.Generator,  # whose state is another dictionary whenever it is asked for
+     Handler(lambda value: pickle.dumps(value.bit_generator.state), _set_numpy)),
     (np.random.RandomState, Handler(np.random.RandomState.get_state,
                                     np.random.RandomState.set_state)),
 )  # fmt: skip

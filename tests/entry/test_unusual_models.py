@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_gradients_alike, assert_same, assert_trains_alike, same_gradients, train
@@ -278,6 +279,21 @@ def test_the_size_of_what_an_op_makes_is_known_without_drawing() -> None:
     with pytest.raises(OutOfBudget), Writes(most_bytes=1000).noted():
         torch.rand(4096)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+BETWEEN_STEPS = np.random.default_rng(4)
+
+
+def test_the_script_draws_from_a_generator_between_steps() -> None:
+    @made_of(lambda: {"body": nn.Linear(4, 4)})
+    class Sampled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x).square().mean()
+
+    module = RockmateModule(Sampled(), None, 1.0)
+    for _ in range(3):
+        module(torch.from_numpy(BETWEEN_STEPS.random((6, 4), np.float32))).backward()
+    assert module.is_planned
 
 
 def test_parameters_are_swapped_between_steps() -> None:

@@ -279,13 +279,10 @@ def test_models_that_have_ended_leave_their_share(tmp_path: Path) -> None:
 
 
 SKIPPING = """
-forward = Net.forward
-def refusing(self, x):
-    made = forward(self, x)
-    if len(x) == 7:
+def refuse(module, args, made):
+    if len(made) == 7:
         raise ValueError("a batch of seven")
-    return made
-Net.forward = refusing
+net.blocks[0].register_forward_hook(refuse)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for size in (64, 64, 7, 64, 64, 64):
     if size == 7:

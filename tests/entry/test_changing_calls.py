@@ -158,9 +158,7 @@ class Clustered(Blocks):
         return self.out(super().forward(x), targets).loss
 
 
-def test_numbers_of_rows_new_in_each_call_turn_auto_to_frames(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_new_numbers_of_rows_turn_auto_to_frames(caplog: pytest.LogCaptureFixture) -> None:
     calls = [torch.randint(60, (64,)) for _ in range(8)]
     module = compare(Clustered(), lambda m, step: m(X, calls[step]), 8, mode="auto")
     assert module.frames is not None

@@ -181,9 +181,7 @@ class Seldom(Branching):
         return super().forward(self.seldom(x) if self.num_calls < 2 else x)
 
 
-def test_a_step_that_waits_for_captures_keeps_the_budget_or_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_step_that_waits_for_captures_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model, x, num_passed = Seldom(), torch.randn(ROWS, WIDTH), 0
     in_place(model)
     module = RockmateModule(model, None, 0.2, mode="frames", trial="never")

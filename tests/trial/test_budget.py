@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import queue
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -138,25 +139,22 @@ def test_a_trace_leaves_nothing_in_caches() -> None:
     assert model.table(64).sum() == 64
 
 
-class Loader:
+class Loader(UserDict[str, Any]):
     """Batches that another thread makes."""
 
-    def __init__(self) -> None:
-        self.items = queue.Queue[int]()
 
-
-LOADER = Loader()
+LOADER = Loader(items=queue.Queue())
 
 
 class Fed(Net):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * max(1, LOADER.items.qsize()))
+        return super().forward(x * max(1, LOADER["items"].qsize()))
 
 
 def test_what_another_thread_puts_into_a_queue_is_not_taken_back() -> None:
     with CallState(Fed(), (BATCHES[0],), {}).undone():
-        LOADER.items.put(0)
-    assert LOADER.items.qsize() == 1
+        LOADER["items"].put(0)
+    assert LOADER["items"].qsize() == 1
 
 
 def test_nested_tensors_are_compared() -> None:

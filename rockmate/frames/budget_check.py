@@ -122,8 +122,8 @@ class PeakCheck:
         if peak_bytes > memory.budget_bytes:
             self._captured = memory.log
             logger.warning(
-                "this step captures the insides of frames, which may take it to %s, above the "
-                "budget of %s: plan_frames=False captures none.",
+                "this step captures the insides of frames, which may take it to %s or more, above "
+                "the budget of %s: plan_frames=False captures none.",
                 size_text(peak_bytes), size_text(memory.budget_bytes),
             )  # fmt: skip
 

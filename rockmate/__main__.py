@@ -6,10 +6,9 @@ import sys
 
 def run() -> int:
     """Loads the command line, runs it, and gives its exit code."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may ignore them
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # until PyTorch is loaded: its import loses one
+    # Until PyTorch is loaded, whose import loses one. A shell may ignore them.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from rockmate.cli.main import main
 
     return main()

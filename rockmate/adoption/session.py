@@ -64,9 +64,8 @@ class Adopted(InPlace):
 
     def __del__(self) -> None:
         if not vars(self).get("trouble", "refused"):  # such a one is told
-            self._session.ended.append(
-                f"{self.what}: {self.num_calls} training calls; it has ended"
-            )
+            line = f"{self.what}: {self.num_calls} training calls; it has ended"
+            self._session.ended.append(line)
 
     def _output(self, *args: Any) -> Any:
         self._session.adopting = "" if self.alone_bytes else self.what
@@ -213,18 +212,16 @@ class Session:
 
     def share(self) -> None:
         """Has several models share bytes by what each would take without recomputation."""
-        begun = [each for each in self.adopted.values() if not each.trouble]
-        alone_bytes = [each.alone_bytes for each in begun if each.alone_bytes]
-        if len(alone_bytes) < 2 or is_share(self.settings.budget):
+        present = [each for each in self.adopted.values() if not each.trouble]
+        begun = [(each, *each.alone_bytes) for each in present if each.alone_bytes]
+        if len(begun) < 2 or is_share(self.settings.budget):
             return
-        needed = sum(baseline_bytes for baseline_bytes, _ in alone_bytes)
-        most = min(budget_bytes for _, budget_bytes in alone_bytes)
+        needed = sum(baseline_bytes for _, baseline_bytes, _ in begun)
+        most = min(budget_bytes for *_, budget_bytes in begun)
         if needed > most:
-            logger.warning("%d models share the budget by what each takes", len(alone_bytes))
-            for each in begun:
-                if each.alone_bytes:
-                    budget = max(1, most * each.alone_bytes[0] // needed)
-                    each.renew(memory_limit=None, budget=budget)
+            logger.warning("%d models share the budget by what each takes", len(begun))
+            for each, baseline_bytes, _ in begun:
+                each.renew(memory_limit=None, budget=max(1, most * baseline_bytes // needed))
 
     def _print_curve(self, model: nn.Module, what: str, *args: Any, **kwargs: Any) -> Any:
         set_compiled_call(model, None)

@@ -147,7 +147,9 @@ class PeakCheck:
             self._num_passed = 0
             self._cleared_bytes = max(self._cleared_bytes, memory.log.peak_bytes)
             room_bytes = budget_bytes - memory.minimum_bytes(memory.needs)
-            memory.needs.add(max(0, min(excess_bytes, room_bytes)) if memory.room.scale >= 1 else 0)
+            added_bytes = min(excess_bytes, room_bytes)
+            if added_bytes > 0 and memory.room.scale >= 1:  # what is known of needs is derived anew
+                memory.needs.add(added_bytes)
             return None
         self._num_passed += 1
         memory.needs.add(excess_bytes)
